@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.fused_distances import fused, is_fused
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, has_triton
-from kge_torchrec.kernels.operators import block_device, has_pair_kernels, pairwise, pick
+from kge_torchrec.kernels.fused_distances import fused
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.operators import IMPLEMENTATION, block_device, pairwise, pick
 
 Index = Tensor | None
 Side = Literal["head", "tail"]
@@ -94,7 +94,7 @@ class InnerProduct(Comparison):
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if index is None:
             return products(query, rows, aligned=not exact)
-        if has_pair_kernels(query):
+        if IMPLEMENTATION["pairs"](query) == "numba":
             return _pair_scores("dot", query, rows, index)
         return torch.matmul(query, pick(rows, index).transpose(-1, -2))
 
@@ -250,13 +250,14 @@ def distance(
     """
     if kind == "squares":
         return distance("euclidean", query, rows, index).square()
-    if has_pair_kernels(query):
+    implementation = IMPLEMENTATION["distances"](query)
+    if implementation == "numba":
         return _pair_scores(kind, query, rows, index, maps)
     if index is not None:
         rows = pick(rows, index)
-    if is_fused(query):
+    if implementation == "inductor":
         return fused(kind, query, rows, maps)
-    if _is_tiled(query):
+    if implementation == "triton":
         from kge_torchrec.kernels.triton_distances import distances  # needs Triton
 
         return distances(query, rows, maps, kind)
@@ -266,11 +267,6 @@ def distance(
         return torch.cdist(query, rows, p=1.0)
     parts = [query] if maps is None else [query, maps]
     return pairwise(FORMULAS[kind], parts, [rows], query.shape[-1])
-
-
-def _is_tiled(query: Tensor) -> bool:
-    """Whether Triton's kernels of all pairs serve a query: on CUDA, without gradients."""
-    return query.device.type == "cuda" and has_triton() and not torch.is_grad_enabled()
 
 
 def _pair_scores(*args: Any) -> Tensor:
@@ -335,7 +331,7 @@ def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
         return products(query.reshape(1, -1, query.shape[-1]), rows, aligned).view(
             *query.shape[:2], rows.shape[1]
         )
-    if not aligned and query.dtype != torch.float64 and _is_tiled(query):
+    if not aligned and IMPLEMENTATION["products"](query) == "triton":
         from kge_torchrec.kernels.triton_ranking import products as tiled  # needs Triton
 
         return tiled(query, rows)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import kernel
-from kge_torchrec.kernels.library import has_triton
+from kge_torchrec.kernels.operators import IMPLEMENTATION
 from kge_torchrec.kernels.rows import check_candidates
 
 
@@ -30,11 +30,12 @@ def count_block(
         equal: (M,) int64, contiguous.
         query: (M,) int64, the row of scores that each value is compared with.  None: M is B.
     """
-    if scores.device.type == "cpu":
+    implementation = IMPLEMENTATION["counts"](scores)
+    if implementation == "numba":
         query = torch.arange(len(values)) if query is None else query
         check_candidates(query, len(scores))
         _count(scores.numpy(), query.numpy(), values.numpy(), less.numpy(), equal.numpy())
-    elif has_triton():
+    elif implementation == "triton":
         from kge_torchrec.kernels.triton_ranking import counts  # needs Triton
 
         counts(scores, values, query, less, equal)

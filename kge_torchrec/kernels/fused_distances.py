@@ -22,22 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, has_triton
-from kge_torchrec.kernels.operators import block_device
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
 
 Kind = Distance | Mapped
-
-
-def is_fused(query: Tensor) -> bool:
-    """Whether ``fused`` serves a query: in training on CUDA, where Triton can compile.
-
-    A plan for CUDA, on the meta device, uses it too: the GPU's machine has the compiler.
-    """
-    if block_device(query) != "cuda":
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    return torch.is_grad_enabled() and (query.device.type == "meta" or has_triton())
 
 
 def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +44,6 @@ def block_device(x: Tensor) -> str:
     return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
 
 
-def has_pair_kernels(x: Tensor) -> bool:
-    """Whether the numba kernels over pairs support a tensor: on a CPU, except in float64."""
-    return x.device.type == "cpu" and x.dtype != torch.float64
-
-
 @contextmanager
 def planning_for(kind: str) -> Iterator[None]:
     """Let tensors on the meta device stand for those of "cpu" or "cuda" inside the context."""
@@ -56,6 +52,62 @@ def planning_for(kind: str) -> Iterator[None]:
         yield
     finally:
         _planned_for.reset(token)
+
+
+def _for_pairs(rows: Tensor) -> str:
+    return "numba" if rows.device.type == "cpu" and rows.dtype != torch.float64 else "torch"
+
+
+def _for_distances(query: Tensor) -> str:
+    """Choose for distances of all pairs; a plan for CUDA, on the meta device, is that of a GPU."""
+    if _for_pairs(query) == "numba":
+        return "numba"
+    if block_device(query) == "cuda" and torch.compiler.is_compiling():
+        return "inductor"
+    if block_device(query) == "cuda" and torch.is_grad_enabled():
+        return "inductor" if query.device.type == "meta" or has_triton() else "torch"
+    return "triton" if query.device.type == "cuda" and has_triton() else "torch"
+
+
+def _for_products(query: Tensor) -> str:
+    is_exact = query.dtype != torch.float64 and not torch.is_grad_enabled()
+    return "triton" if query.device.type == "cuda" and is_exact and has_triton() else "torch"
+
+
+def _for_float32(values: Tensor) -> str:
+    """Choose for elementwise work, which compiled code fuses itself."""
+    is_float = values.dtype == torch.float32 and not torch.compiler.is_compiling()
+    return "numba" if values.device.type == "cpu" and is_float else "torch"
+
+
+def _for_full_scores(scores: Tensor) -> str:
+    """Choose for scores (Q, m) of float32 or bfloat16 that are contiguous for each query."""
+    if scores.dtype not in (torch.float32, torch.bfloat16) or scores.stride(1) != 1:
+        return "torch"
+    if scores.device.type != "cpu":
+        return "triton" if scores.device.type == "cuda" and has_triton() else "torch"
+    # numba's kernels read an array (Q, stride): the last row must not end before its stride does.
+    step = scores.stride(0)
+    end = scores.storage_offset() + len(scores) * step
+    available = scores.untyped_storage().nbytes() // scores.element_size()
+    return "numba" if step >= scores.shape[1] and end <= available else "torch"
+
+
+def _for_counts(scores: Tensor) -> str:
+    return "numba" if scores.device.type == "cpu" else "triton" if has_triton() else "torch"
+
+
+# Which implementation runs: for each operation, a function of one of its tensors. "numba" serves
+# CPUs, "triton" CUDA, "inductor" CUDA where distances need gradients, and "torch" everything else.
+IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
+    "pairs": _for_pairs,  # scores of queries with rows that an index selects, by pair_scores
+    "distances": _for_distances,  # pair_scores, triton_distances, fused_distances
+    "products": _for_products,  # inner products whose bits do not depend on places: triton_ranking
+    "sums": _for_float32,  # log_sum_exp and softplus_sum: score_gradients
+    "dropout": _for_float32,
+    "full_scores": _for_full_scores,  # normalizers and gradients: score_, triton_gradients
+    "counts": _for_counts,  # counts, triton_ranking
+}
 
 
 def pick(rows: Tensor, index: Tensor) -> Tensor:
@@ -85,7 +137,7 @@ def dropped(values: Tensor, share: float) -> Tensor:
         values: (...).
         share: Probability in [0, 1].
     """
-    if 0 < share < 1 and _has_kernel(values):
+    if 0 < share < 1 and IMPLEMENTATION["dropout"](values) == "numba":
         from kge_torchrec.kernels import dropout as kernels
 
         return kernels.dropped(values, share, int(torch.randint(2**62, ())))
@@ -102,7 +154,7 @@ def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_kernel(scores) and scores.shape[-1]:
+    if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
         from kge_torchrec.kernels.score_gradients import LogSums
 
         sums: Tensor = LogSums.apply(scores, mask, True)
@@ -122,7 +174,7 @@ def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_kernel(scores) and scores.shape[-1]:
+    if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
         from kge_torchrec.kernels.score_gradients import LogSums
 
         sums: Tensor = LogSums.apply(scores, mask, False)
@@ -142,8 +194,8 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     if not scores.shape[1]:
         out.fill_(-torch.inf if softmax else 0.0)
         return
-    if kernels := _full_kernels(scores):
-        kernels.normalizers(scores, out, softmax)
+    if (found := IMPLEMENTATION["full_scores"](scores)) != "torch":
+        _full_kernels(found).normalizers(scores, out, softmax)
         return
     for part in _chunks(scores):
         if softmax:
@@ -165,8 +217,8 @@ def gradients(
         rest: (Q,) float64, subtracted from every gradient before the weight; None: 0.
         softmax: Which of the two normalizers.
     """
-    if kernels := _full_kernels(scores):
-        kernels.gradients(scores, normalizer, weight, rest, softmax)
+    if (found := IMPLEMENTATION["full_scores"](scores)) != "torch":
+        _full_kernels(found).gradients(scores, normalizer, weight, rest, softmax)
         return
     if softmax:
         scores.sub_(normalizer[:, None]).exp_()
@@ -177,22 +229,9 @@ def gradients(
     scores.mul_(weight[:, None])
 
 
-def keeps_bfloat16(scores: Tensor) -> bool:
-    """Return whether ``normalizers`` and ``gradients`` compute in float32 from these scores."""
-    return scores.dtype == torch.bfloat16 and _full_kernels(scores) is not None
-
-
-def _full_kernels(scores: Tensor) -> ModuleType | None:
-    """Return the device's kernels if they support these scores, otherwise None."""
-    if scores.device.type == "cpu":
-        from kge_torchrec.kernels import score_gradients  # numba loads slowly
-
-        return score_gradients if score_gradients.takes(scores) else None
-    if scores.device.type == "cuda" and has_triton():
-        from kge_torchrec.kernels import triton_gradients  # needs Triton
-
-        return triton_gradients if triton_gradients.takes(scores) else None
-    return None
+def _full_kernels(found: str) -> Any:
+    name = "score_gradients" if found == "numba" else "triton_gradients"  # they load slowly
+    return import_module(f"kge_torchrec.kernels.{name}")
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:
@@ -201,12 +240,6 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
     step = max(1, at_once // max(1, scores.shape[1]))
     for start in range(0, scores.shape[0], step):
         yield slice(start, start + step)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Whether numba's kernels for float32 on a CPU take a tensor; compiled code has its own."""
-    is_compiled = torch.compiler.is_compiling()
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not is_compiled
 
 
 def as_complex(rows: Tensor) -> Tensor:

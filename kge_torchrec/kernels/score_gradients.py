@@ -66,16 +66,6 @@ def _write_gradients(
 gradients = operator("gradients", _write_gradients, lambda *_: None, mutates=("scores",))
 
 
-def takes(scores: Tensor) -> bool:
-    """Return whether scores are on a CPU, float32 or bfloat16, and contiguous for each query."""
-    if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    rows, step = len(scores), scores.stride(0)
-    end = scores.storage_offset() + rows * step
-    available = scores.untyped_storage().nbytes() // scores.element_size()
-    return scores.stride(1) == 1 and step >= scores.shape[1] and end <= available
-
-
 def _array(scores: Tensor) -> np.ndarray:
     """View scores as an array (Q, stride), with the gap after each query's scores."""
     whole = scores.as_strided((len(scores), scores.stride(0)), scores.stride())

@@ -18,11 +18,6 @@ _TILE = 1024  # scores that a program reads at a time
 _LEAST = -1e38  # below every score; -inf - (-inf) would be nan
 
 
-def takes(scores: Tensor) -> bool:
-    """Return whether scores are float32 or bfloat16, and each query's scores are neighbors."""
-    return scores.dtype in (torch.float32, torch.bfloat16) and scores.stride(1) == 1
-
-
 @torch.library.custom_op("kge_torchrec::triton_normalizers", mutates_args=("out",))
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     """Write log sum exp s, or sum log(1 + exp s), of scores (Q, m) into ``out`` (Q,) float64."""

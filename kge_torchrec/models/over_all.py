@@ -114,7 +114,8 @@ class _BuiltIn(OverAll):
         self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def accepts(self, scores: Tensor) -> bool:
-        return super().accepts(scores) or operators.keeps_bfloat16(scores)
+        has_kernel = operators.IMPLEMENTATION["full_scores"](scores) != "torch"
+        return super().accepts(scores) or (scores.dtype == torch.bfloat16 and has_kernel)
 
     def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
         """Return the factors of the answers' scores, (M,), and of all scores, (Q,) or one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -193,7 +194,6 @@ def test_losses_equal_the_formula(size, scale, shift, dtype, gap, has_rest, soft
     rest = 0.2 * weight.double() if has_rest else None
     exact, expected, actual = scores.double(), *weight.new_empty(2, size[0], dtype=torch.float64)
     operators.normalizers(exact, expected, softmax)
-    assert triton_gradients.takes(scores)
     triton_gradients.normalizers(scores, actual, softmax)
     torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6 if softmax else 1e-36)
     operators.gradients(exact, expected, weight.double(), rest, softmax)
@@ -250,10 +250,16 @@ def test_no_scores_are_left_alone(softmax):
         triton_gradients.gradients(scores, normalizer, normalizer.float(), None, softmax)
 
 
-def test_unsupported_scores_are_left_to_torch():
-    assert not triton_gradients.takes(torch.zeros(3, 4, dtype=torch.float64))
-    assert not triton_gradients.takes(torch.zeros(3, 4, dtype=torch.float16))
-    assert not triton_gradients.takes(torch.zeros(4, 3).T)
+def test_unsupported_scores_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(operators, "has_triton", lambda: True)
+
+    def chosen(scores):
+        there = {"device": torch.device("cuda"), "dtype": scores.dtype, "stride": scores.stride}
+        return operators.IMPLEMENTATION["full_scores"](SimpleNamespace(**there))
+
+    assert chosen(torch.zeros(3, 4)) == chosen(torch.zeros(3, 4).bfloat16()) == "triton"
+    assert chosen(torch.zeros(3, 4).double()) == chosen(torch.zeros(3, 4).half()) == "torch"
+    assert chosen(torch.zeros(4, 3).T) == "torch"
 
 
 @pytest.fixture

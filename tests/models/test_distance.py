@@ -67,8 +67,7 @@ def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypa
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
     inputs = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
     expected, taken, fused = candidate_scores(scorer, *inputs), [], comparisons.fused
-    monkeypatch.setattr(comparisons, "has_pair_kernels", lambda query: False)
-    monkeypatch.setattr(comparisons, "is_fused", lambda query: True)
+    monkeypatch.setitem(operators.IMPLEMENTATION, "distances", lambda query: "inductor")
     monkeypatch.setattr(
         comparisons, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x)
     )
@@ -153,15 +152,14 @@ def test_squares_beyond_float16_range_keep_float32_precision():
 
 def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
     """Ranking there uses tiles, and so does a first pass over scores that are not kept."""
-    cuda, cpu = type("query", (), {"device": torch.device("cuda")}), torch.zeros(1)
+    cuda = type("query", (), {"device": torch.device("cuda"), "dtype": torch.float32})
+    cpu, chosen = torch.zeros(1).double(), operators.IMPLEMENTATION["distances"]
     for there_is in (True, False):
-        for module in (comparisons, fused_distances):
-            monkeypatch.setattr(module, "has_triton", lambda there_is=there_is: there_is)
-        assert comparisons.is_fused(cuda) == there_is and not comparisons.is_fused(cpu)
-        assert not comparisons._is_tiled(cuda)
+        monkeypatch.setattr(operators, "has_triton", lambda there_is=there_is: there_is)
+        assert chosen(cuda) == ("inductor" if there_is else "torch") and chosen(cpu) == "torch"
         with torch.no_grad():
-            assert not comparisons.is_fused(cuda) and not comparisons.is_fused(cpu)
-            assert comparisons._is_tiled(cuda) == there_is and not comparisons._is_tiled(cpu)
+            assert chosen(cuda) == ("triton" if there_is else "torch") and chosen(cpu) == "torch"
+    assert chosen(torch.zeros(1)) == "numba"
 
 
 def test_compiler_unrolls_few_blocks(monkeypatch):

@@ -27,16 +27,13 @@ from training_runs import (
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.kernels import comparisons, operators, side_rows
+from kge_torchrec.kernels import operators
 from kge_torchrec.models import triple_objective
 from kge_torchrec.training import assembly, captured_step
 from kge_torchrec.training.captured_step import NotCaptured
 from kge_torchrec.training.trainer import Trainer
 
-NO_KERNEL = [
-    (operators, "_has_kernel"), (operators, "has_pair_kernels"),
-    (comparisons, "has_pair_kernels"), (side_rows, "has_pair_kernels"),
-]  # fmt: skip
+NO_KERNEL = {name: lambda x: "torch" for name in ("pairs", "distances", "sums", "dropout")}
 FBGEMM = {"train__optimizer": "rowwise_adagrad"}  # steps in backward, by the table that GPUs have
 CASES = {
     "adam, penalties": {"train__optimizer": "adam", "train__schedule": "linear", "loss__n3": 0.1,
@@ -78,8 +75,7 @@ def operations_of_cuda() -> Iterator[None]:
     """Let a CPU take the operations that a GPU has, instead of its kernels."""
     unsummed = lambda ids, shares, count: (ids, shares)  # noqa: E731
     with ExitStack() as held:
-        for module, name in NO_KERNEL:
-            held.enter_context(patch.object(module, name, lambda x: False))
+        held.enter_context(patch.dict(operators.IMPLEMENTATION, NO_KERNEL))
         held.enter_context(patch.object(triple_objective, "summed_weights", unsummed))
         yield
 

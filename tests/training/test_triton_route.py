@@ -14,7 +14,7 @@ from ranking_cases import make_scorer
 from training_runs import config_of, fit, largest_difference, tiny_store
 
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels import comparisons, operators
+from kge_torchrec.kernels import operators
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
 
 pytest.importorskip("triton", reason="not on this system")
@@ -38,19 +38,19 @@ def kernels_of_triton() -> Iterator[Counter[str]]:
 
         held.enter_context(patch.object(module, name, call))
 
-    usual = comparisons.has_pair_kernels
+    usual = operators.IMPLEMENTATION["distances"]
+    replaced = {
+        "pairs": lambda x: usual(x) if torch.is_grad_enabled() else "torch",
+        "distances": lambda x: usual(x) if torch.is_grad_enabled() else "triton",
+        "products": lambda x: "torch" if torch.is_grad_enabled() else "triton",
+        "full_scores": lambda x: "triton",
+    }
     with ExitStack() as held:
         counted(triton_distances, "distances")
         counted(triton_ranking, "products")
         counted(triton_gradients, "normalizers")
         counted(triton_gradients, "gradients")
-        replaced = {
-            (comparisons, "has_pair_kernels"): lambda x: torch.is_grad_enabled() and usual(x),
-            (comparisons, "_is_tiled"): lambda query: not torch.is_grad_enabled(),
-            (operators, "_full_kernels"): lambda scores: triton_gradients,
-        }
-        for (module, name), value in replaced.items():
-            held.enter_context(patch.object(module, name, value))
+        held.enter_context(patch.dict(operators.IMPLEMENTATION, replaced))
         yield calls
 
 
