@@ -31,7 +31,7 @@ from kge_torchrec.planning.memory import RankStep
 
 KINDS = ("ids", "rows", "gradients", "dense")
 # Integers per pair of ranks that announce the ids. TorchRec sends the counts of lengths and values,
-# the batch size, then the length. On a CPU, distinct ids are sent directly.
+# the batch size, then the length. The hand-rolled engine sends one.
 _COUNTS, _DIRECT_COUNTS = 4, 1
 
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
@@ -149,7 +149,8 @@ def lookup_traffic(setup: Setup, lookups: Lookups) -> Traffic:
     """Return the traffic of a step with lookups."""
     workload, traffic = setup.workload, Traffic(setup.cluster)
     ids, elements = lookups.exchanged
-    counts = (_COUNTS if setup.is_cuda else _DIRECT_COUNTS) * workload.micro_batches
+    engine = workload.config.entities.engine
+    counts = (_COUNTS if engine == "torchrec" else _DIRECT_COUNTS) * workload.micro_batches
     traffic.sent["ids"] += 8 * ids
     for group in setup.groups:
         traffic.sent["ids"][group[:, None], group] += 8 * counts

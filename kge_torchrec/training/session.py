@@ -107,10 +107,7 @@ def load_trained(
     progress = checkpoints.load(checkpoints.order(which), rows_of).progress
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
-    hides_bars = not config.run.progress
-    model = TrainedModel(
-        scorer, shard, store, store, processes, path=folder.path, hides_bars=hides_bars
-    )
+    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
     return model, progress, config
 
 

@@ -80,8 +80,8 @@ def asked(config, store, world_size: int, duplicates: bool) -> list[list[np.ndar
 
 
 def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path):
-    """Each rank tells the other one count, and sends counts, ids, rows and gradients."""
-    second_starts, counts, exchanges = 19, 1, 4  # of 37 rows TorchRec gives rank 0 the larger part
+    """TorchRec tells the numbers of lengths and ids, the batch size and the lengths before ids."""
+    second_starts, counts, exchanges = 19, 4, 5  # rank 0 has the larger part of 37 rows
     store = tiny_store(tmp_path / "store")
     config = config_of(store.path, tmp_path)
     ranks = run_world_of_package(measure_speed, 2, config, FEW)

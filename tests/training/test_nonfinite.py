@@ -10,7 +10,6 @@ from training_runs import fit, longer_config, rank
 from worlds import run_world
 
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.training.checkpoint_files import is_finite
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -65,9 +64,7 @@ def poison(loop: Trainer, step: int, of: str) -> None:
             elif of == "dense":
                 loop.session.scorer.relations.data[0, 0] = math.inf
             else:
-                next(iter(loop.session.backend.table.optimizers[ENTITY].states.values()))[0] = (
-                    math.nan
-                )
+                next(iter(loop.session.backend.table.optimizers[0].states.values()))[0] = math.nan
         return loss
 
     loop.pipeline.progress = poisoned

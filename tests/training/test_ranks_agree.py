@@ -17,6 +17,7 @@ from training_runs import (
 from worlds import run_world
 
 from kge_torchrec import api
+from kge_torchrec.data import prepare as preparing
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import (
     OtherRankFailed,
@@ -24,7 +25,6 @@ from kge_torchrec.distributed.processes import (
     on_first_rank,
     processes,
 )
-from kge_torchrec.training import run_data as sources
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trackers import MetricsLog
@@ -32,7 +32,7 @@ from kge_torchrec.training.trackers import MetricsLog
 
 def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
     """Numbers of entities and of stores prepared here, when one rank looks long after the other."""
-    with processes("cpu") as ranks, patch.object(sources, "prepare", wraps=prepare) as prepared:
+    with processes("cpu") as ranks, patch.object(preparing, "prepare", wraps=prepare) as prepared:
         if ranks.rank == late:
             time.sleep(1.0)
         config = config_of(folder / "data", folder / f"run-{late}", evaluation__every=0)

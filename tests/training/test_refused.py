@@ -24,7 +24,7 @@ REFUSED = [
      "train.accumulation: .*use entities.preset fbgemm"),
     *(({"train__clip": {name: value}}, rf"train.clip.{name} must be a number > 0")
       for name in ("norm", "value") for value in (0.0, -1.0, float("nan"))),
-    ({"train__precision": "fp8"}, "train.precision must be one of fp32, tf32, bf16, fp16"),
+    ({"train__precision": "fp8"}, "train.precision must be one of auto, fp32, tf32, bf16, fp16"),
     ({"data__weights": "loss", **KVS}, "data.weights loss: queries of .* use sampled or 1vs"),
     ({"data__weights": "loss", **SAMPLE}, "data.weights loss: queries of .* use sampled or 1vs"),
     # candidates

@@ -59,7 +59,9 @@ def test_ranking_finds_the_same_ranks_and_ties(name):
     """Every row occurs twice, far apart."""
     half, stream = 600, np.random.default_rng(1)
     scorer = make_scorer(name, 3, 8)
-    rows = torch.randn(half, 8, generator=torch.Generator().manual_seed(2)).repeat(2, 1)
+    rows = torch.randn(half, scorer.row_dim, generator=torch.Generator().manual_seed(2)).repeat(
+        2, 1
+    )
     if scorer.bias_columns:
         rows[half:, -2:] = rows[:half, -2:]
     triples = np.stack([stream.integers(size, size=25) for size in (2 * half, 3, 2 * half)], 1)
