@@ -26,14 +26,8 @@ class RowGradients(NamedTuple):
     occurrences: Tensor | None = None  # (M,) batch positions that each gradient is the sum of
     distinct: bool = False  # whether every id occurs only once
 
-    def without(self, frozen: Tensor | None) -> RowGradients:
-        """Return the gradients of rows that are not frozen.
-
-        Args:
-            frozen: (n,) bool; None freezes nothing.
-        """
-        if frozen is None:
-            return self
+    def without(self, frozen: Tensor) -> RowGradients:
+        """Return the gradients of rows that are not frozen, (n,) bool."""
         kept = (~frozen[self.ids]).nonzero().squeeze(1)
         counts = None if self.occurrences is None else self.occurrences[kept]
         return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)

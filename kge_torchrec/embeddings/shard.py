@@ -16,7 +16,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -157,7 +157,9 @@ class TableShard:
 
     def add(self, gradients: RowGradients) -> None:
         """Keep the gradients of one backward pass.  M may be 0."""
-        self.gradients.append(gradients.without(self.frozen))
+        if self.frozen is not None:
+            gradients = gradients.without(self.frozen)
+        self.gradients.append(gradients)
 
     def take(self) -> RowGradients | None:
         """Return and forget the gradients; None without a backward since the last ones."""
@@ -193,7 +195,7 @@ class TableShard:
 
     def step(self) -> None:
         """Step with the sum of all gradients since the last step, if there was a backward."""
-        gradients, rates = self.take(), self._rates()
+        gradients, rates = self.take(), [group["lr"] for group in self.groups]
         if gradients is None:
             return
         if self._updates is None:
@@ -207,17 +209,19 @@ class TableShard:
         The whole call counts as one step.  A part is used before the next one is requested.
         """
         self.join()
-        for optimizer, rate in zip(self.optimizers, self._rates(), strict=True):
-            optimizer.lr = rate
+        for optimizer, group in zip(self.optimizers, self.groups, strict=True):
+            optimizer.lr = group["lr"]
             optimizer.count(bool(len(optimizer.rows)))
         for part in gradients:
-            for optimizer, own in self._by_table(part.without(self.frozen)):
+            kept = part if self.frozen is None else part.without(self.frozen)
+            for optimizer, own in zip(self.optimizers, kept.split(self.parts), strict=True):
                 optimizer.step_part(own)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, rates: Sequence[float]) -> None:
         """Run each table's optimizer with its learning rate."""
-        for (optimizer, own), rate in zip(self._by_table(gradients), rates, strict=True):
+        parts = gradients.split(self.parts)
+        for optimizer, own, rate in zip(self.optimizers, parts, rates, strict=True):
             optimizer.lr = rate
             optimizer.step(*own)
 
@@ -235,12 +239,6 @@ class TableShard:
         """Wait for the step in the thread and raise its exception, if any."""
         if self._updates is not None:
             self._updates.join()
-
-    def _rates(self) -> list[float]:
-        return [group["lr"] for group in self.groups]
-
-    def _by_table(self, gradients: RowGradients) -> Iterator[tuple[Any, RowGradients]]:
-        return zip(self.optimizers, gradients.split(self.parts), strict=True)
 
 
 class _RecordedLookup(torch.autograd.Function):

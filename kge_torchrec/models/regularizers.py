@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import OTHER
+from kge_torchrec.kernels.operators import lookup
 
 if TYPE_CHECKING:
     from kge_torchrec.models.scorers.base import Scorer, Side
@@ -300,7 +301,7 @@ class Regularizers:
     def of_entities(self, scorer: Scorer, rows: Tensor) -> Tensor:
         """Return the weighted penalties of entity rows as stored: (..., D) -> (...)."""
         out = torch.zeros(rows.shape[:-1], device=rows.device)
-        factors = scorer.entity_factors(rows)
+        factors = scorer.split_biases(rows)[0]
         for weight, part in self.on_entities:
             out = out + weight * part.penalty(factors, scorer.is_complex)
         return out
@@ -308,7 +309,7 @@ class Regularizers:
     def of_relations(self, scorer: Scorer, relation: Tensor, side: Side) -> Tensor:
         """Return the weighted penalties of the rows of queries' relation ids: (...) -> (...)."""
         out = torch.zeros(relation.shape, device=relation.device)
-        factors = scorer.relation_factors(relation, side)
+        factors = lookup(scorer.relations, scorer.direct(relation, side)[0])
         for weight, part in self.on_relations:
             out = out + weight * part.penalty(factors, scorer.relation_is_complex)
         return out

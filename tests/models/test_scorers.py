@@ -23,6 +23,7 @@ from scorer_cases import (
 from kge_torchrec.config import SCORER_NAMES, ModelConfig
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.kernels import comparisons, operators
+from kge_torchrec.models.regularizers import N3, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
 from kge_torchrec.ranking.blocks import score_block
 
@@ -281,13 +282,14 @@ def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("inverses", [False, True])
-def test_relation_factors_are_the_rows_that_a_query_uses(side, inverses):
+def test_penalties_of_relations_are_of_the_rows_that_a_query_uses(side, inverses):
     scorer = make(case_of("complex"), inverses, normalization="layer", input_dropout=0.5).train()
     assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + inverses)
     inverse = RELATIONS if inverses and side == "head" else 0
     relation = torch.tensor([[2, 0]])
-    factors = scorer.relation_factors(relation, side)
-    close(factors, scorer.relations[relation + inverse])
+    rows = scorer.relations[relation + inverse]
+    penalty = Regularizers(0.5).of_relations(scorer, relation, side)
+    close(penalty, 0.5 * N3().penalty(rows, scorer.relation_is_complex))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ vector, E elements per entity row (model.dim: D, and two biases if there are any
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -230,7 +231,7 @@ class Scorer(nn.Module):
 
     # Everything below is derived. Subclasses leave it as it is.
 
-    @property
+    @cached_property
     def row_comparison(self) -> Comparison:
         """``comparison``, plus the biases of both entities if rows have them."""
         return WithBiases(self.comparison) if self.has_biases else self.comparison
@@ -331,16 +332,6 @@ class Scorer(nn.Module):
     def vectors(self, rows: Tensor) -> Tensor:
         """Return entity rows as the formula uses them, without biases: (..., E) -> (..., D)."""
         return self.normalized(self.split_biases(rows)[0])
-
-    @final
-    def entity_factors(self, rows: Tensor) -> Tensor:
-        """Return what regularizers penalize of stored rows, no biases: (..., E) -> (..., D)."""
-        return self.split_biases(rows)[0]
-
-    @final
-    def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the stored relation rows of queries, for regularizers: (...) ids -> (..., W)."""
-        return lookup(self.relations, self.direct(relation, side)[0])
 
     @final
     def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
