@@ -151,7 +151,8 @@ class TableShard:
         Raises:
             IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
         """
-        self.join()
+        if self._updates is not None:
+            self._updates.join()
         rows: Tensor = _RecordedLookup.apply(self.anchor, self, ids)
         return rows
 
@@ -223,7 +224,8 @@ class TableShard:
         parts = gradients.split(self.parts)
         for optimizer, own, rate in zip(self.optimizers, parts, rates, strict=True):
             optimizer.lr = rate
-            optimizer.step(*own)
+            optimizer.count(bool(len(own.ids)))
+            optimizer.step_part(own)
 
     @property
     def steps(self) -> int:

@@ -181,7 +181,7 @@ def failing_step(how: str) -> str:
     def fail(*_):
         raise Broken("no room")
 
-    table.table.optimizers[0].step = fail
+    table.table.optimizers[0].step_part = fail
     look_up(table, [1]).sum().backward()
     table.table.step()  # does not raise: the thread has it
     try:
