@@ -12,6 +12,7 @@ import torch
 from oracle_table import NAMES
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 
 ADAMS = ("adam", "rowwise_adam")
@@ -114,9 +115,15 @@ def sparse(values, optimizer, preset, **changes):
     return made
 
 
+def take_step(optimizer, ids, grad, occurrences=None, distinct=False):
+    """Take one step with all gradients, as ``TableShard`` does."""
+    optimizer.count(bool(len(ids)))
+    optimizer.step_part(RowGradients(ids, grad, occurrences, distinct))
+
+
 def train(sparse_optimizer, steps):
     for arguments in steps:
-        sparse_optimizer.step(*arguments)
+        take_step(sparse_optimizer, *arguments)
     return sparse_optimizer
 
 

@@ -72,22 +72,6 @@ class SparseOptimizer:
         betas = rounded if preset == "fbgemm" else optimizer.betas
         self._decays = [(beta, 1 - beta) for beta in betas]
 
-    def step(
-        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None = None, distinct: bool = False
-    ) -> None:
-        """Take one step on the rows that have a gradient.  Other rows do not change.
-
-        Args:
-            ids: (M,) int64, the row of each gradient, in [0, n).  With M = 0 the step changes no
-                row but may be counted, see ``steps``.
-            grad: (M, D), on the device of the table.
-            occurrences: (M,) integers, the number of batch positions that each gradient is the sum
-                of.  dgl divides by it.  None: one each.
-            distinct: Whether every row occurs only once.
-        """
-        self.count(bool(len(ids)))
-        self.step_part(RowGradients(ids, grad, occurrences, distinct))
-
     def count(self, has_rows: bool) -> None:
         """Count one step; with dicee only a step in which there are rows."""
         if has_rows or self.preset != "dicee":
@@ -95,7 +79,10 @@ class SparseOptimizer:
 
     @torch.no_grad()
     def step_part(self, part: RowGradients) -> None:
-        """Take a part of the step that was counted last; its parts have no row in common."""
+        """Take a part of the step that was counted last.  Rows without a gradient do not change.
+
+        The parts of a step have no row in common.
+        """
         ids, grad, occurrences, distinct = part
         if len(ids) == 0:
             return

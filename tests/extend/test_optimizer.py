@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from extended import ENGINES, LION, importable, part, rank_trains
+from oracle_sparse import take_step
 from training_runs import config_of, fit, largest_difference, parameters
 from worlds import run_world
 
@@ -59,7 +60,7 @@ def test_optimizer_steps_follow_its_formula(folder):
     for _ in range(4):
         ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
         lion(rows, momentum, ids, grad, 0.05)
-        table.step(torch.from_numpy(ids), tensor(grad))
+        take_step(table, torch.from_numpy(ids), tensor(grad))
         all_gradients = random.normal(size=(9, 4))
         lion(relation_rows, relation_momentum, range(9), all_gradients, 0.05)
         relations.grad = tensor(all_gradients)

@@ -47,7 +47,7 @@ def test_error_in_the_thread_ends_training(store, tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError("the table's step found no memory")
 
-    monkeypatch.setattr(SparseOptimizer, "step", fail)
+    monkeypatch.setattr(SparseOptimizer, "step_part", fail)
     config = config_of(store, tmp_path / "run", **ADAM, entities__preset="dicee")
     with pytest.raises(MemoryError, match="found no memory"):
         api.train(config)

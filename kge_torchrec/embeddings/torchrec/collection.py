@@ -186,11 +186,6 @@ class FbgemmRows:
         """Count one step."""
         self.steps += 1
 
-    def step(self, *gradients: Any) -> None:
-        """Take one step; the arguments are the fields of RowGradients."""
-        self.count(True)
-        self.step_part(RowGradients(*gradients))
-
     def step_part(self, gradients: RowGradients) -> None:
         """Take a part of the step that was counted last; its parts have no row in common."""
         if not gradients.ids.numel():
