@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -278,6 +279,22 @@ def test_auto_takes_bf16_for_products_with_many_entities(
         backend = assembly.build_backend(config_of(store.path, **keys), store, ranks)
     is_bf16 = backend.unwrapped_model.objective.precision == torch.bfloat16
     assert is_bf16 == ("train.precision fp32 computes" in caplog.text) == (takes and is_large)
+
+
+def rank_chooses(store: Path) -> bool:
+    """Whether this rank takes bf16 where only the CPU of rank 0 has it."""
+    with processes("cpu") as ranks, ExitStack() as held:
+        has = ranks.is_first
+        for name, value in (("_is_avx512_bf16_supported", has), ("_is_amx_tile_supported", False)):
+            held.enter_context(patch.object(torch.cpu, name, lambda v=value: v, create=True))
+        held.enter_context(patch.object(assembly, "_ROWS_FOR_BF16", 1))
+        config = config_of(store, train__precision="auto", negatives__regime="1vsall")
+        backend = assembly.build_backend(config, TripleStore.open(store), ranks)
+    return backend.unwrapped_model.objective.precision == torch.bfloat16
+
+
+def test_ranks_take_bf16_only_if_every_cpu_has_it():
+    assert run_world(2, rank_chooses, small_store()) == [False, False]
 
 
 @pytest.mark.skipif(
