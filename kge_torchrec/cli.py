@@ -1,22 +1,88 @@
-"""The command line: parses a verb and its options, runs it, and prints errors as sentences.
+"""The command line: a table of verbs, their options, and errors as sentences.
 
-The same ``main`` serves one process and every process of torchrun.
+A verb is a typed function of a module in ``commands``. Its signature declares what the verb takes,
+and its docstring is the help:
+
+    def nearest(run: RunPath, entity: str, /, *, top: Annotated[int, "K"] = 10) -> int:
+        '''List the entities nearest to one.  (Then an "Args:" section in Google's style.)'''
+
+``kge-torchrec nearest RUN ENTITY [--top K]`` calls it. `parser_of` says how a type becomes an
+option. ``kge-torchrec --help`` imports no verb, and a verb imports torch only when it needs it.
+``main`` serves one process and every process of torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
+import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from kge_torchrec.commands import GROUPS, VERBS, closest, is_first_rank, lines_of, run_verb
-from kge_torchrec.environment import prepare_process, versions
+from kge_torchrec.commands import is_first_rank
+from kge_torchrec.environment import check_packages, loading_torch, prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
 from kge_torchrec.lines import say_error
+
+
+class Verb(NamedTuple):
+    """A verb of the command line.
+
+    Attributes:
+        place: Heading in ``kge-torchrec --help``, or the verb whose --help lists this verb.
+        does: One line of help.
+        function: Its function, as "module:name" in ``commands``.
+        one_process: Whether it refuses to run as several processes of torchrun.
+        lists_keys: The first words of the keys that its --help lists; None: it lists none.
+    """
+
+    place: str
+    does: str
+    function: str
+    one_process: bool = False
+    lists_keys: str | None = None
+
+
+GROUPS = ("Train", "Look", "Use", "Share")
+VERBS = {
+    "prepare": Verb("Train", "turn files of triples into a store for many runs", "prepare:prepare",
+                    one_process=True, lists_keys="data."),
+    "train": Verb("Train", "train a model and rank the test triples with it", "train:train",
+                  lists_keys=""),
+    "extend": Verb("Train", "add triples, with new entities and relations, to a run",
+                   "train:extend"),
+    "tune": Verb("Train", "search for good settings by many runs", "tune:tune"),
+    "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", "prepare:data",
+                 one_process=True, lists_keys="data."),
+    "list": Verb("Look", "list scorers, losses and other parts of a config", "parts:list"),
+    "plan": Verb("Look", "estimate memory and step time without devices", "plan:plan"),
+    "evaluate": Verb("Look", "rank the triples of a split with a trained run",
+                     "evaluate:evaluate"),
+    "compare": Verb("Look", "train and measure several engines side by side", "compare:compare"),
+    "report": Verb("Look", "write an HTML page about one run or several", "evaluate:report",
+                   one_process=True),
+    "predict": Verb("Use", "list the best answers to a triple with one part missing",
+                    "predict:predict"),
+    "recommend": Verb("Use", "list the best tails of a relation for one head or many",
+                      "predict:recommend"),
+    "nearest": Verb("Use", "list the entities nearest to one", "predict:nearest"),
+    "score": Verb("predict", "score the triples of a file", "predict:score"),
+    "calibrate": Verb("Use", "fit probabilities to a run's scores", "evaluate:calibrate"),
+    "export": Verb("Share", "write a trained run as files that other programs read",
+                   "share:export"),
+    "serve": Verb("Share", "answer queries about a run over HTTP", "share:serve",
+                  one_process=True),
+}  # fmt: skip
 
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
@@ -76,21 +142,7 @@ def _print_error(error: KGEError | OSError) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _parser()
-    if not arguments:
-        parser.print_help(sys.stderr)
-        return 2
-    if arguments[0].startswith("-"):
-        parser.parse_args(arguments)  # exits for --help and for errors
-        print(_version())
-        return 0
-    if arguments[0] not in VERBS:
-        parser.error(f"there is no verb {arguments[0]!r}{closest(arguments[0], list(VERBS))}")
-    return run_verb(arguments[0], arguments[1:])
-
-
-def _parser() -> argparse.ArgumentParser:
-    groups = "\n\n".join(f"{group}:\n{lines_of(group)}" for group in GROUPS)
+    groups = "\n\n".join(f"{group}:\n{_lines_of(group)}" for group in GROUPS)
     parser = argparse.ArgumentParser(
         prog="kge-torchrec",
         usage="kge-torchrec [-h] [--version] VERB ...",
@@ -100,7 +152,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     help = "show the versions of this program, torch, torchrec and fbgemm"
     parser.add_argument("--version", action="store_true", help=help)
-    return parser
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    if arguments[0].startswith("-"):
+        parser.parse_args(arguments)  # exits for --help and for errors
+        print(_version())
+        return 0
+    if arguments[0] not in VERBS:
+        parser.error(f"there is no verb {arguments[0]!r}{_closest(arguments[0], list(VERBS))}")
+    return run_verb(arguments[0], arguments[1:])
 
 
 def _version() -> str:
@@ -108,6 +169,332 @@ def _version() -> str:
 
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
     return f"kge-torchrec {__version__} ({packages})"
+
+
+def _lines_of(place: str) -> str:
+    """Return a line per verb of a place: its name and what it does."""
+    return "\n".join(
+        f"  {name:<11}{verb.does}" for name, verb in VERBS.items() if verb.place == place
+    )
+
+
+def _closest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# The help of arguments that mean the same in every verb.
+_SHARED_HELP = {
+    "format": "how results are written",
+    "output": "file to write (default: print)",
+    "names": "file of labels and readable names, which are shown beside the labels",
+    "log": "json: one object per line on stderr, without bars",
+}
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb.
+
+    Attributes:
+        takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
+        runs: Names of the arguments that are runs, whose URLs are fetched.
+        ending: Returns a text for the end of --help.
+    """
+
+    takes_keys = False
+    runs: Sequence[str] = ()
+    ending: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + ("" if self.ending is None else self.ending())
+
+
+def function_of(name: str) -> Callable[..., int]:
+    """Return the function of a verb."""
+    module, _, function = VERBS[name].function.partition(":")
+    found: Callable[..., int] = getattr(import_module(f"kge_torchrec.commands.{module}"), function)
+    return found
+
+
+def _old_style(name: str) -> Any:
+    """Return the module of a verb that is not a typed function yet, or None."""
+    module = import_module(f"kge_torchrec.commands.{VERBS[name].function.partition(':')[0]}")
+    return module if hasattr(module, "add") else None
+
+
+def _old_parser(name: str) -> VerbParser:
+    parser = VerbParser(
+        prog=f"kge-torchrec {name}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if name != "list":
+        parser.takes_keys, parser.runs = True, ["config"]
+        parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
+        parser.add_argument("--allow-import", action="append", default=[], metavar="MODULE")
+    _old_style(name).add(parser)
+    return parser
+
+
+def parser_of(name: str) -> VerbParser:
+    """Return the parser of a verb, made of the signature of its function.
+
+    An argument before ``/`` is positional, and others are options; ``output`` is also ``-o``.
+
+    - ``str``, ``int``, ``float`` take a value; ``Literal`` takes one of some words.
+    - ``bool`` is a switch: ``--name`` if its default is False, ``--no-name`` if it is True.
+    - ``Sequence[...]`` takes one or more values.
+    - ``Annotated[..., "FILE"]`` says how the value is written in --help. Another word "repeated"
+      marks an option that takes one value and may be repeated, and "run" a run, whose URL is
+      replaced by a folder; a verb with one also takes --data.path, --threads and --allow-import.
+    - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
+    """
+    if _old_style(name):
+        return _old_parser(name)
+    function, verb = function_of(name), VERBS[name]
+    text, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    helps = _SHARED_HELP | {
+        entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found
+    }
+    related = _lines_of(name)
+    parser = VerbParser(
+        prog=f"kge-torchrec {name}",
+        description=text,
+        epilog=f"related verbs:\n{related}" if related else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    usage, needed, runs = [f"kge-torchrec {name}"], [], []
+    hints = get_type_hints(function, include_extras=True)
+    for item in inspect.signature(function).parameters.values():
+        if item.name == "settings":
+            parser.takes_keys = True
+            continue
+        flags, options, words = _option(item, hints[item.name], helps.get(item.name, ""))
+        parser.add_argument(*flags, **options)
+        runs += [item.name] if "run" in words else []
+        if item.kind is item.POSITIONAL_ONLY:
+            shown = options.get("metavar") or "|".join(options["choices"])
+            shown += " ..." if options.get("nargs") in ("+", "*") else ""
+            usage.append(f"[{shown}]" if options.get("nargs") in ("?", "*") else shown)
+        elif item.default is item.empty:
+            needed.append(f"{flags[0]} {options['metavar']}")
+    parser.runs = runs
+    if runs and not parser.takes_keys:
+        help = "the store of the run's triples, if it is no longer where the run trained"
+        parser.add_argument("--data.path", dest="data_path", metavar="STORE", help=help)
+        help = "number of CPU threads per process (default: all cores, shared by the processes)"
+        parser.add_argument("--threads", type=int, metavar="N", help=help)
+    if runs:
+        help = (
+            "import this module for a run or export that names a class of it: its code runs "
+            "(repeatable)"
+        )
+        parser.add_argument(
+            "--allow-import", action="append", default=[], metavar="MODULE", help=help
+        )
+    keys = ["[--key.sub value ...]"] if parser.takes_keys else []
+    parser.usage = " ".join([*usage, *needed, "[options]", *keys])
+    if verb.lists_keys is not None:
+        parser.ending = lambda: _keys(verb.lists_keys)
+    return parser
+
+
+def _option(
+    item: inspect.Parameter, hint: Any, help: str
+) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return the flags of an argument, its options for argparse and the words of its Annotated."""
+    words: list[str] = []
+    several = False
+    while (origin := get_origin(hint)) not in (None, Literal):
+        if origin is Annotated:
+            words += hint.__metadata__
+            hint = hint.__origin__
+        elif origin in (Union, UnionType):
+            hint = next(part for part in get_args(hint) if part is not type(None))
+        else:
+            several, hint = True, get_args(hint)[0]
+    shown = [word for word in words if word not in ("run", "repeated")]
+    metavar = shown[-1] if shown else {int: "N", float: "X"}.get(hint, item.name.upper())
+    options: dict[str, Any] = {"help": help}
+    if get_origin(hint) is Literal:
+        options["choices"] = get_args(hint)
+    elif hint is bool:
+        options["action"] = "store_false" if item.default else "store_true"
+    else:
+        options |= {"type": hint, "metavar": metavar}
+    if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
+        options["help"] += f" (default: {item.default})"
+    if item.kind is item.POSITIONAL_ONLY:
+        if several:
+            options["nargs"] = "+" if item.default is item.empty else "*"
+        elif item.default is not item.empty:
+            options["nargs"] = "?"
+        if item.default is not item.empty:
+            options["default"] = item.default
+        return [item.name], options, words
+    if item.default is item.empty:
+        options["required"] = True
+    else:
+        options["default"] = list(item.default) if several else item.default
+    if several and "repeated" in words:
+        options["action"] = "append"
+    elif several:
+        options |= {"nargs": "+", "action": _Several}
+    flag = f"--{'no-' if item.default is True else ''}{item.name.replace('_', '-')}"
+    short = ["-o"] if item.name == "output" else []
+    return [*short, flag], options | {"dest": item.name}, words
+
+
+class _Several(argparse.Action):
+    """Collects the values of an option with one or more values, which replace the default."""
+
+    def __call__(self, parser: Any, parsed: Any, values: Any, option: Any = None) -> None:
+        before = getattr(parsed, self.dest)
+        setattr(parsed, self.dest, [*(() if before is self.default else before), *values])
+
+
+def _keys(first: str) -> str:
+    """Return the help of the keys of a config that begin with ``first``."""
+    from kge_torchrec.config.parser import build_parser, published
+
+    usage_and_options = 2
+    parts = build_parser().format_help().split("\n\n")[usage_and_options:]
+    if first:
+        entries = re.split(r"\n(?=  --)", "\n".join(parts))
+        kept = [x for x in entries if x.startswith(f"  --{first}") and "--data.path" not in x]
+        note = f"keys ({first} may be left out, as in --columns for --data.columns):"
+        return "\n" + "\n".join([note, *kept]) + "\n"
+    return "\n" + "\n\n".join([f"configs:\n  {', '.join(published())}", *parts])
+
+
+def run_verb(name: str, words: Sequence[str]) -> int:
+    """Run a verb with its arguments; return the exit code."""
+    from kge_torchrec.config.checks import ConfigError, at_least
+
+    parser = parser_of(name)
+    if not words:
+        parser.print_usage(sys.stderr)
+        print(f"\nSee kge-torchrec {name} --help.", file=sys.stderr)
+        return 2
+    settings, others = _split(parser, words)
+    parsed, unknown = parser.parse_known_intermixed_args(others)
+    for word in unknown:
+        hint = _closest(word, list(parser._option_string_actions))
+        parser.error(
+            f"unknown option {word}{hint}"
+            if word.startswith("-")
+            else f"unexpected argument {word!r}"
+        )
+    check_packages()
+    values = vars(parsed)
+    allowed = values.pop("allow_import", [])
+    _find_modules(parser, words, values.get("config"), allowed)
+    for run in parser.runs:
+        values[run] = _fetched(values[run])
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if VERBS[name].one_process and ranks != "1":
+        raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
+    given = {"data.path": values.pop("data_path", None)}
+    if parser.runs and not parser.takes_keys:
+        given["threads"] = values.pop("threads")
+        at_least("--threads", given["threads"], 1)
+    if parser.takes_keys:
+        values["settings"] = settings
+    with _given({key: value for key, value in given.items() if value is not None}):
+        if old := _old_style(name):
+            values["overrides"] = values.pop("settings", [])
+            code: int = old.run(argparse.Namespace(**values))
+            return code
+        function = function_of(name)
+        parameters = inspect.signature(function).parameters.values()
+        first = [values.pop(item.name) for item in parameters if item.kind is item.POSITIONAL_ONLY]
+        return function(*first, **values)
+
+
+def _split(parser: VerbParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the settings among the words of a command line, as "--key=value", and the others."""
+    if not parser.takes_keys:
+        return [], list(words)
+    options = parser._option_string_actions
+    settings, others, left = [], [], iter(words)
+    for word in left:
+        key, equals, _ = word.partition("=")
+        if not key.startswith("--") or key in options:
+            others.append(word)
+            continue
+        if "." not in key and (hint := _closest(key, list(options))) and not _is_key(key[2:]):
+            parser.error(f"unknown option {key}{hint}")
+        value = None if equals else next(left, None)  # without one, the config says what is missing
+        settings.append(word if value is None else f"{word}={value}")
+    return settings, others
+
+
+def _is_key(name: str) -> bool:
+    from kge_torchrec.config import all_keys
+
+    return name in all_keys()
+
+
+def _find_modules(
+    parser: VerbParser, words: Sequence[str], config: str | None, allowed: Sequence[str]
+) -> None:
+    """Let Python find the modules that the user names, and import those of --allow-import.
+
+    A verb that takes settings finds modules of the working directory that the command line names,
+    and those beside a config. Any other verb finds those of --allow-import only: neither a run nor
+    a label may name the code that it runs.
+    """
+    from kge_torchrec.config.registry import find_modules, import_modules
+
+    named = [f"{module}:Any" for module in allowed]
+    if parser.takes_keys or not parser.runs:
+        named += words
+    find_modules("\n".join(named), Path.cwd())
+    if config is not None:
+        from kge_torchrec.config.checks import is_url
+        from kge_torchrec.config.parser import find_config, is_of_run
+
+        if not is_url(config) and not is_of_run(config):
+            file = find_config(config)
+            find_modules(file.read_text(encoding="utf-8", errors="replace"), file.resolve().parent)
+    if allowed:
+        with loading_torch():
+            import_modules(allowed)
+
+
+def _fetched(run: Any) -> Any:
+    """Return a run, or several, with a folder in the user's cache in place of a URL."""
+    from kge_torchrec.config.checks import is_url
+
+    if isinstance(run, list):
+        return [_fetched(one) for one in run]
+    if run is None or not is_url(run):
+        return run
+    from kge_torchrec.training.remote_runs import folder_of
+
+    return str(folder_of(run).path)
+
+
+@contextmanager
+def _given(values: dict[str, Any]) -> Iterator[None]:
+    """Set keys of every run that is read inside the block, and the threads of exports."""
+    if not values:
+        yield
+        return
+    from kge_torchrec.training.run_folder import RunFolder
+
+    if "threads" in values:
+        with loading_torch():
+            import torch
+        torch.set_num_threads(values["threads"])
+    RunFolder.given = values
+    try:
+        yield
+    finally:
+        RunFolder.given = {}
 
 
 if __name__ == "__main__":

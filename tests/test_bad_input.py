@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from bad_inputs import make_world
 
-from kge_torchrec import commands
+from kge_torchrec import cli
 from kge_torchrec.cli import main
 
 pytestmark = pytest.mark.slow
@@ -72,4 +72,4 @@ def test_bad_input_is_rejected_with_a_message(world, capsys, verb):
 def test_table_has_300_cases_and_every_verb():
     assert len(CASES) >= 300 and all(code in "12" for code, _, _ in CASES)
     assert len({command for _, command, _ in CASES}) == len(CASES)
-    assert set(commands.VERBS) <= set(VERBS)
+    assert set(cli.VERBS) <= set(VERBS)

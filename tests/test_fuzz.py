@@ -18,7 +18,7 @@ import yaml
 from training_runs import config_of, random_triples, tiny_store
 
 from kge_torchrec import api, cli
-from kge_torchrec.commands import VERBS, parser_of
+from kge_torchrec.cli import VERBS, parser_of
 from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import declared, default_of
 from kge_torchrec.config.registry import KINDS

@@ -2,160 +2,135 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from kge_torchrec.commands import add_format, is_first_rank, opened
+from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
+from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced, loading_torch
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
 
 
-def add(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
-    what = verb.add_mutually_exclusive_group()
-    what.add_argument(
-        "--split", choices=("test", "valid", "train"), default="test", help="default: test"
-    )
-    what.add_argument(
-        "--triples",
-        metavar="FILE",
-        help="rank the triples of a file instead of a split: head, relation and tail with tabs",
-    )
-    verb.add_argument(
-        "--by",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=("relation", "category", "frequency", "popularity"),
-        help="also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the "
-        "frequency (popularity) of the answer; writes files to RUN",
-    )
-    verb.add_argument(
-        "--recommend",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="K",
-        help="evaluate lists of K recommended tails per (head, relation) instead of ranks: recall, "
-        "NDCG, hit rate, precision, MAP and coverage at each K, and AUC",
-    )
-    verb.add_argument(
-        "--side", choices=("tail", "head"), default="tail", help="the side to recommend (tail)"
-    )
-    verb.add_argument(
-        "--candidates",
-        choices=("all", "seen", "types", "fixed"),
-        help="rank among all entities, entities seen with the relation on that side, entities of "
-        "the same types, or fixed lists per triple (as OGB has them; default: the run's "
-        "evaluation.candidates)",
-    )
-    verb.add_argument(
-        "--types", metavar="FILE", help="for --candidates types: a file of lines entity, tab, type"
-    )
-    verb.add_argument(
-        "--candidate-file",
-        metavar="FILE",
-        help="for --candidates fixed: a .npz file with head_neg and tail_neg",
-    )
-    add_format(verb)
+def evaluate(
+    run: RunPath,
+    /,
+    *,
+    split: Literal["test", "valid", "train"] | None = None,
+    triples: File | None = None,
+    by: Sequence[Literal["relation", "category", "frequency", "popularity"]] = (),
+    recommend: Annotated[Sequence[int], "K"] = (),
+    side: Literal["tail", "head"] = "tail",
+    candidates: Literal["all", "seen", "types", "fixed"] | None = None,
+    types: File | None = None,
+    candidate_file: File | None = None,
+    format: Table = "table",
+) -> int:
+    """Rank the triples of a split with a trained run.
 
-
-def run(parsed: argparse.Namespace) -> int:
-    options = {"types": parsed.types, "file": parsed.candidate_file}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    with opened(parsed.folder) as trained:
+    Args:
+        run: the folder or URL of a run
+        split: the split to rank (default: test)
+        triples: rank the triples of a file instead of a split: head, relation and tail with tabs
+        by: also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the frequency
+            (popularity) of the answer; writes files to RUN
+        recommend: evaluate lists of K recommended tails per (head, relation) instead of ranks:
+            recall, NDCG, hit rate, precision, MAP and coverage at each K, and AUC
+        side: the side to recommend
+        candidates: rank among all entities, entities seen with the relation on that side, entities
+            of the same types, or fixed lists per triple (as OGB has them; default: the run's
+            evaluation.candidates)
+        types: for --candidates types: a file of lines entity, tab, type
+        candidate_file: for --candidates fixed: a .npz file with head_neg and tail_neg
+    """
+    if split is not None and triples is not None:
+        raise ConfigError("evaluate ranks --split or --triples, not both; leave one of them out")
+    options = {"types": types, "file": candidate_file}
+    with opened(run) as trained:
         results = trained.evaluate(
-            parsed.split,
-            parsed.by,
-            parsed.candidates,
-            triples=parsed.triples,
-            candidates_options=chosen,
-            recommend=parsed.recommend,
-            side=parsed.side,
+            split or "test",
+            by,
+            candidates,
+            triples=triples,
+            candidates_options={name: file for name, file in options.items() if file is not None},
+            recommend=recommend,
+            side=side,
         )
 
     if not is_first_rank():
         return 0
-    if parsed.format == "json":
+    if format == "json":
         print(json.dumps(results))
         return 0
     from kge_torchrec.ranking.metrics import results_table
     from kge_torchrec.ranking.recommendation import recommendation_table
 
-    by, counts = results.pop("by", {}), results.pop("triples", None)
-    print((recommendation_table if parsed.recommend else results_table)(results))
+    groups, counts = results.pop("by", {}), results.pop("triples", None)
+    print((recommendation_table if recommend else results_table)(results))
     if counts is not None:
         splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
-        print(f"{counts['count']:,} triples of {parsed.triples}; of them {splits}")
-    if by:
+        print(f"{counts['count']:,} triples of {triples}; of them {splits}")
+    if groups:
         from kge_torchrec.ranking.group_tables import table
 
-        for name, stats in by.items():
+        for name, stats in groups.items():
             print(f"\n{table(name, stats)}")
-        split = parsed.split if parsed.triples is None else "triples"
-        split += "-recommendations" if parsed.recommend else ""
-        if any(trained.path.glob(f"evaluation-{split}-by-*")):  # none in a read-only folder
-            print(f"\nfiles: {trained.path}/evaluation-{split}-by-*")
+        written = f"{'triples' if triples is not None else split or 'test'}"
+        written += "-recommendations" * bool(recommend)
+        if any(trained.path.glob(f"evaluation-{written}-by-*")):  # none in a read-only folder
+            print(f"\nfiles: {trained.path}/evaluation-{written}-by-*")
     return 0
 
 
-def add_report(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders or URLs of runs")
-    verb.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="file of the page (default: report.html in the first run)",
-    )
-    verb.add_argument(
-        "--no-models",
-        action="store_true",
-        help="load no model: no examples, no map of entities, and ranks by relation only if "
-        "evaluate --by relation wrote them",
-    )
+def report(
+    runs: Annotated[Sequence[RunPath], "RUN"],
+    /,
+    *,
+    output: File | None = None,
+    models: bool = True,
+) -> int:
+    """Write an HTML page about one run or several.
 
-
-def run_report(parsed: argparse.Namespace) -> int:
+    Args:
+        runs: the folders or URLs of runs
+        output: file of the page (default: report.html in the first run)
+        models: load no model: no examples, no map of entities, and ranks by relation only if
+            evaluate --by relation wrote them
+    """
     with loading_torch():
-        from kge_torchrec.reports.page import report
+        from kge_torchrec.reports.page import report as write_report
 
-    output = parsed.output or f"{parsed.folders[0]}/report.html"
     with announced("writing the report"):
-        page = report(parsed.folders, output, with_models=not parsed.no_models)
+        page = write_report(runs, output or f"{runs[0]}/report.html", with_models=models)
     print(page)
     return 0
 
 
-def add_calibrate(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
-    verb.add_argument(
-        "--top",
-        type=int,
-        default=10,
-        metavar="K",
-        help="number of listed answers per query (default: 10)",
-    )
-    verb.add_argument(
-        "--limit",
-        type=int,
-        default=10_000,
-        metavar="N",
-        help="largest number of queries per split and missing part (default: 10000)",
-    )
-    verb.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
-    add_format(verb)
+def calibrate(
+    run: RunPath,
+    /,
+    *,
+    top: Count = 10,
+    limit: int = 10_000,
+    seed: int = 0,
+    format: Table = "table",
+) -> int:
+    """Fit probabilities to a run's scores.
 
-
-def run_calibrate(parsed: argparse.Namespace) -> int:
-    with opened(parsed.folder) as trained:
+    Args:
+        run: the folder or URL of a run
+        top: number of listed answers per query
+        limit: largest number of queries per split and missing part
+        seed: seed of the sample
+    """
+    with opened(run) as trained:
         with announced("loading the run"):
             _ = trained.model
-        made = trained.calibrate(parsed.top, parsed.limit, parsed.seed)
+        made = trained.calibrate(top, limit, seed)
     if is_first_rank():
-        print(json.dumps(made.about) if parsed.format == "json" else _summary(made))
+        print(json.dumps(made.about) if format == "json" else _summary(made))
     return 0
 
 

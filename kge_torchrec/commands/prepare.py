@@ -1,90 +1,55 @@
-"""``kge-torchrec prepare`` and ``data check``: stores, and checks of a graph."""
+"""``prepare`` and ``data check``: stores, and checks of a graph."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from kge_torchrec.commands import add_format
+from kge_torchrec.commands import Settings, Table
+from kge_torchrec.config import ConfigError, all_keys
 
 if TYPE_CHECKING:
     from kge_torchrec.config import DataConfig
 
 
-def add(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "sources",
-        nargs="+",
-        metavar="DIR_OR_FILE",
-        help="a directory with train, valid and test files, files, or a description of edge files "
-        "(YAML); a data set such as pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built "
-        "in)",
-    )
-    verb.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="STORE",
-        help="folder of the new store, for --data.path",
-    )
-    add_keys(verb)
-    verb.add_argument(
-        "--memory",
-        type=float,
-        metavar="GIB",
-        help="memory for the triples that are compared or sorted at a time (default: half of this "
-        "machine's)",
-    )
-    verb.add_argument("--overwrite", action="store_true", help="replace an existing store")
-    verb.add_argument("--no-progress", action="store_true", help="show no progress bar")
+def prepare(
+    sources: Annotated[Sequence[str], "DIR_OR_FILE"],
+    /,
+    *,
+    output: Annotated[str, "STORE"],
+    settings: Settings = (),
+    seed: int = 0,
+    memory: Annotated[float | None, "GIB"] = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> int:
+    """Turn files of triples into a store for many runs.
 
+    Keys of data say how triples are read and split, with values as in a config.
 
-def add_keys(verb: argparse.ArgumentParser) -> None:
-    """Add --seed, and the keys of ``data`` that say how triples are read and split."""
-    from kge_torchrec.config import DataConfig
-    from kge_torchrec.config.keys import declared, key_of
-
-    verb.add_argument("--seed", type=int, default=0, help="seed of the split (default: 0)")
-    group = verb.add_argument_group(
-        "keys of data",
-        "How triples are read and split, with values as in a config; --data.KEY is the same as "
-        "--KEY.",
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, item in declared(DataConfig).items():
-        owner = key_of(item).options
-        parts = {name: item}
-        if isinstance(owner, type):
-            parts = {f"{name}.{own}": option for own, option in declared(owner).items()}
-        for key, option in parts.items():
-            if key != "path":
-                help = key_of(option).help.replace("%", "%%")
-                group.add_argument(f"--{key}", dest=f"data.{key}", metavar="VALUE", help=help)
-                group.add_argument(f"--data.{key}", metavar="VALUE", help=argparse.SUPPRESS)
-
-
-def data_of(parsed: argparse.Namespace) -> DataConfig:
-    """Return the section ``data`` with the keys of `add_keys` that were given."""
-    from kge_torchrec.config.parser import read_config
-
-    given = [f"--{key}={value}" for key, value in vars(parsed).items() if key.startswith("data.")]
-    return read_config(None, given).data
-
-
-def run(parsed: argparse.Namespace) -> int:
-    from kge_torchrec.data.prepare import prepare
+    Args:
+        sources: a directory with train, valid and test files, files, or a description of edge files
+            (YAML); a data set such as pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built
+            in)
+        output: folder of the new store, for --data.path
+        seed: seed of the split
+        memory: memory for the triples that are compared or sorted at a time (default: half of this
+            machine's)
+        overwrite: replace an existing store
+        progress: show no progress bar
+    """
+    from kge_torchrec.data.prepare import prepare as write_store
     from kge_torchrec.data.report import notes
 
-    sources = parsed.sources[0] if len(parsed.sources) == 1 else parsed.sources
-    store = prepare(
-        sources,
-        parsed.output,
-        data_of(parsed),
-        seed=parsed.seed,
-        memory=parsed.memory,
-        overwrite=parsed.overwrite,
-        progress=not parsed.no_progress,
+    store = write_store(
+        sources[0] if len(sources) == 1 else sources,
+        output,
+        _data(settings),
+        seed=seed,
+        memory=memory,
+        overwrite=overwrite,
+        progress=progress,
         log_notes=False,
     )
     print(store)
@@ -93,31 +58,47 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def add_data(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("check", choices=("check",), help="what to do")
-    verb.add_argument(
-        "data",
-        nargs="+",
-        metavar="DATA",
-        help="a store, or a source of triples like in prepare",
-    )
-    verb.add_argument("-o", "--output", metavar="DIR", help="folder for data-check.json")
-    verb.add_argument(
-        "--threshold",
-        type=float,
-        default=0.8,
-        metavar="SHARE",
-        help="share of common triples from which two relations count as inverses or duplicates "
-        "(default: 0.8)",
-    )
-    add_format(verb)
-    add_keys(verb)
+def data(
+    check: Literal["check"],
+    data: Sequence[str],
+    /,
+    *,
+    settings: Settings = (),
+    output: Annotated[str | None, "DIR"] = None,
+    threshold: Annotated[float, "SHARE"] = 0.8,
+    seed: int = 0,
+    format: Table = "table",
+) -> int:
+    """Check a graph for leaks, repeats and unseen entities.
 
+    Keys of data say how triples are read and split, with values as in a config.
 
-def run_data(parsed: argparse.Namespace) -> int:
+    Args:
+        check: what to do
+        data: a store, or a source of triples like in prepare
+        output: folder for data-check.json
+        threshold: share of common triples from which two relations count as inverses or duplicates
+        seed: seed of the split
+    """
     from kge_torchrec.reports.data_check import check_data, table
 
-    data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
-    stats = check_data(data, parsed.output, parsed.threshold, data_of(parsed), seed=parsed.seed)
-    print(json.dumps(stats) if parsed.format == "json" else table(stats))
+    source = data[0] if len(data) == 1 else data
+    stats = check_data(source, output, threshold, _data(settings), seed=seed)
+    print(json.dumps(stats) if format == "json" else table(stats))
     return 0
+
+
+def _data(settings: Settings) -> DataConfig:
+    """Return the section ``data`` with settings, whose keys may lack "data."."""
+    from kge_torchrec.config.parser import read_config
+
+    words = []
+    for word in settings:
+        key, equals, value = word.removeprefix("--").partition("=")
+        name = f"data.{key.removeprefix('data.')}"
+        if key in all_keys() and name != key:
+            raise ConfigError(f"{key}: only keys of data say how triples are read and split")
+        if name == "data.path":
+            raise ConfigError("data.path: the triples are named without a key; leave it out")
+        words.append(f"--{name}{equals}{value}")
+    return read_config(None, words).data

@@ -2,124 +2,85 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Literal
 
-from kge_torchrec.commands import config_of, is_first_rank, opened
+from kge_torchrec.commands import Count, File, Repeated, RunPath, config_of, is_first_rank, opened
 from kge_torchrec.environment import loading_torch
-from kge_torchrec.export import FORMATS
 
 
-def add_export(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
-    verb.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
-    verb.add_argument(
-        "--checkpoint",
-        default="best",
-        metavar="best|newest|NAME",
-        help="checkpoint to export (default: best, or newest without a best one)",
-    )
-    verb.add_argument(
-        "--format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="safetensors: a Hugging Face repository, which load_model reads; parquet: a table for "
-        "data frames; vectors: Parquet files of queries and items for a search index; torch: a "
-        "torch.export program (default: safetensors)",
-    )
-    verb.add_argument(
-        "--relation", metavar="Y", help="label of the relation of vectors (default: all)"
-    )
-    verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
+def export(
+    run: RunPath,
+    /,
+    *,
+    output: Annotated[str, "DIR"],
+    checkpoint: Annotated[str, "best|newest|NAME"] = "best",
+    format: Literal["safetensors", "parquet", "vectors", "torch"] = "safetensors",
+    relation: Annotated[str | None, "Y"] = None,
+    overwrite: bool = False,
+) -> int:
+    """Write a trained run as files that other programs read.
 
-
-def run_export(parsed: argparse.Namespace) -> int:
-    with opened(parsed.folder) as trained:
-        path = trained.export(
-            parsed.output,
-            parsed.format,
-            parsed.checkpoint,
-            parsed.overwrite,
-            relation=parsed.relation,
-        )
+    Args:
+        run: the folder or URL of a run
+        output: the folder to make
+        checkpoint: checkpoint to export; best is the newest without a best one
+        format: safetensors: a Hugging Face repository, which load_model reads; parquet: a table for
+            data frames; vectors: Parquet files of queries and items for a search index; torch: a
+            torch.export program
+        relation: label of the relation of vectors (default: all)
+        overwrite: replace an existing export
+    """
+    with opened(run) as trained:
+        path = trained.export(output, format, checkpoint, overwrite, relation=relation)
     if is_first_rank():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             print(f"{file.stat().st_size:>15,} bytes  {file}")
     return 0
 
 
-def add_serve(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "folder", metavar="RUN_OR_EXPORT", help="the folder or URL of a run, or an export"
-    )
-    verb.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1, only this machine); there is no password",
-    )
-    verb.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)"
-    )
-    verb.add_argument(
-        "--max-k",
-        type=int,
-        default=1000,
-        metavar="K",
-        help="most answers per request (default: 1000)",
-    )
-    verb.add_argument(
-        "--max-body",
-        type=int,
-        default=1 << 20,
-        metavar="BYTES",
-        help="largest request (default: 1048576)",
-    )
-    verb.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also accept requests for this host name; * accepts every name; may be repeated "
-        "(default: --host, localhost, 127.0.0.1 and ::1)",
-    )
-    verb.add_argument(
-        "--max-connections",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="most open connections (default: 1000)",
-    )
-    verb.add_argument(
-        "--names",
-        metavar="FILE",
-        help="file of labels and readable names, which replies have beside the labels",
-    )
-    verb.add_argument(
-        "--access-log",
-        action="store_true",
-        help="print one line per request; the log has no size limit",
-    )
+def serve(
+    run: Annotated[RunPath, "RUN_OR_EXPORT"],
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    max_k: Count = 1000,
+    max_body: Annotated[int, "BYTES"] = 1 << 20,
+    allow_host: Annotated[Repeated[str], "NAME"] = (),
+    max_connections: int = 1000,
+    names: File | None = None,
+    access_log: bool = False,
+) -> int:
+    """Answer queries about a run over HTTP.
 
-
-def run_serve(parsed: argparse.Namespace) -> int:
-    if not (Path(parsed.folder) / "model.json").is_file():  # a run, not an export
-        config_of(parsed.folder)
+    Args:
+        run: the folder or URL of a run, or an export
+        host: address to listen on (127.0.0.1: only this machine); there is no password
+        port: port to listen on; 0: any free port
+        max_k: most answers per request
+        max_body: largest request
+        allow_host: also accept requests for this host name; * accepts every name; may be repeated
+            (default: --host, localhost, 127.0.0.1 and ::1)
+        max_connections: most open connections
+        names: file of labels and readable names, which replies have beside the labels
+        access_log: print one line per request; the log has no size limit
+    """
+    if not (Path(run) / "model.json").is_file():  # a run, not an export
+        config_of(run)
     with loading_torch():
-        from kge_torchrec.serving.server import serve
-    serve(
-        parsed.folder,
-        parsed.host,
-        parsed.port,
-        parsed.max_k,
-        parsed.max_body,
-        _print_now,
-        allow_hosts=parsed.allow_host,
-        max_connections=parsed.max_connections,
-        access_log=parsed.access_log,
-        names=parsed.names,
+        from kge_torchrec.serving.server import serve as answer
+
+    answer(
+        run,
+        host,
+        port,
+        max_k,
+        max_body,
+        lambda text: print(text, flush=True),
+        allow_hosts=allow_host,
+        max_connections=max_connections,
+        access_log=access_log,
+        names=names,
     )
     return 0
-
-
-def _print_now(text: str) -> None:
-    print(text, flush=True)

@@ -2,92 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
-import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from kge_torchrec.commands import add_log, config_of, is_first_rank, take_log
+from kge_torchrec.commands import (
+    ConfigName,
+    File,
+    Log,
+    Repeated,
+    RunPath,
+    Settings,
+    config_of,
+    follow_log,
+    is_first_rank,
+)
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
-    from kge_torchrec.commands import VerbParser
     from kge_torchrec.trained_run import Run
 
-_USAGE = """\
-kge-torchrec train CONFIG [--key.sub value ...]
-       kge-torchrec train --resume RUN [--force] [--key.sub value ...]"""
-_DESCRIPTION = """\
-Trains, ranks the test triples with the best model and writes the folder of the run, which
-evaluate, predict and export take.
 
-  CONFIG              a YAML file, or the name of a published one:
-{published}
-  --key.sub value     changes a key of it; all keys, with meaning and default, are below
+def train(
+    config: ConfigName | None = None,
+    /,
+    *,
+    settings: Settings = (),
+    resume: Annotated[str | None, "RUN"] = None,
+    force: bool = False,
+    log: Log = "text",
+) -> int:
+    """Train, rank the test triples with the best model, and write the folder of the run.
 
-examples:
-  kge-torchrec train demo
-  kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05 --run.dir runs/mine
-  kge-torchrec train --resume runs/mine --train.epochs 200
-  torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
-"""
-_INDENT = " " * 22
+    evaluate, predict and export take this folder. --key.sub value changes a key of CONFIG, before
+    or after it; all keys, with meaning and default, are below.
 
+    Examples:
+      kge-torchrec train demo
+      kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05 --run.dir runs/mine
+      kge-torchrec train runs/mine --seed 1        a new run with the config of a run
+      kge-torchrec train --resume runs/mine --train.epochs 200
+      torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
 
-def add(verb: VerbParser) -> None:
-    from kge_torchrec.config.parser import published
-
-    names = textwrap.fill(
-        ", ".join(published()), width=98, initial_indent=_INDENT, subsequent_indent=_INDENT
-    )
-    verb.usage, verb.description = _USAGE, _DESCRIPTION.format(published=names)
-    verb.ending = _keys
-    verb.add_argument(
-        "--resume",
-        metavar="RUN",
-        help="resume the run in this folder as if it had never stopped, on any number of ranks; "
-        "--key.sub changes a key from now on. The URL of a copied run is fetched into --run.dir "
-        "(default: runs/NAME)",
-    )
-    verb.add_argument(
-        "--force",
-        action="store_true",
-        help="start at epoch 1 if all checkpoints of RUN are missing",
-    )
-    add_log(verb)
-
-
-def _keys() -> str:
-    """Return the help of every key of a config."""
-    from kge_torchrec.config.parser import build_parser
-
-    usage_and_options = 2
-    parts = build_parser().format_help().split("\n\n")
-    return "\n" + "\n\n".join(parts[usage_and_options:])
-
-
-def run(parsed: argparse.Namespace) -> int:
+    Args:
+        config: a YAML file, the name of a published one, or the folder or URL of a run, whose
+            config a new run takes
+        resume: resume the run in this folder as if it had never stopped, on any number of ranks;
+            --key.sub changes a key from now on. The URL of a copied run is fetched into --run.dir
+            (default: runs/NAME)
+        force: start at epoch 1 if all checkpoints of RUN are missing
+    """
     from kge_torchrec.config.parser import load_config, read_config
 
-    parsed.overrides += take_log(parsed)
-    if parsed.resume is None:
-        if parsed.force:
+    settings = [*settings, *follow_log(log)]
+    if resume is None:
+        if force:
             raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
         with loading_torch():  # some configs need it
-            config = load_config(parsed.config, parsed.overrides)
+            loaded = load_config(config, settings)
             from kge_torchrec import api
 
-        return _report(api.train(config))
-    if parsed.config is not None:
+        return _report(api.train(loaded))
+    if config is not None:
         raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
-    read_config(None, parsed.overrides)  # reject unknown keys before torch is loaded
+    read_config(None, settings)  # reject unknown keys before torch is loaded
     with loading_torch():
-        if not is_url(parsed.resume):
-            config_of(parsed.resume)
+        if not is_url(resume):
+            config_of(resume)
         from kge_torchrec import api
 
-    return _report(api.resume(parsed.resume, parsed.overrides, force=parsed.force))
+    return _report(api.resume(resume, settings, force=force))
 
 
 def _report(run: Run) -> int:
@@ -118,88 +103,56 @@ def _report(run: Run) -> int:
     return int(url is not None and bool(problem))
 
 
-def add_extend(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "folder", metavar="RUN", help="the folder or URL of a run; extend does not change it"
-    )
-    verb.add_argument(
-        "triples",
-        nargs="*",
-        metavar="NEW_TRIPLES",
-        help="a directory or files in a format of prepare; none with --delete",
-    )
-    verb.add_argument(
-        "--delete",
-        metavar="FILE",
-        help="file with one entity per line: write a run without them, their rows and triples",
-    )
-    verb.add_argument(
-        "-o", "--output", required=True, metavar="NEWRUN", help="folder of the new run"
-    )
-    verb.add_argument(
-        "--epochs",
-        type=int,
-        metavar="N",
-        help="epochs to train (default: a tenth of the run's epochs; 0 with --delete)",
-    )
-    verb.add_argument(
-        "--freeze",
-        action="store_true",
-        help="train only the rows of new entities and relations; all other rows stay unchanged",
-    )
-    verb.add_argument(
-        "--checkpoint",
-        default="best",
-        metavar="NAME",
-        help="checkpoint of RUN to start from: best, newest or a name (default: best)",
-    )
-    verb.add_argument(
-        "--allow-unseen-relations",
-        action="store_true",
-        help="accept new relations that occur in valid or test only",
-    )
-    verb.add_argument(
-        "--features",
-        metavar="FILE",
-        help="lines entity, tab, feature, and perhaps a tab and a weight; entities that the file "
-        "does not have keep their features",
-    )
-    verb.add_argument(
-        "--set",
-        action="append",
-        type=_setting,
-        default=[],
-        metavar="KEY=VALUE",
-        help="another key of the config, such as train.lr=0.01; may be repeated",
-    )
-    add_log(verb)
+def extend(
+    run: RunPath,
+    triples: Annotated[Sequence[str], "NEW_TRIPLES"] = (),
+    /,
+    *,
+    output: Annotated[str, "NEWRUN"],
+    delete: File | None = None,
+    epochs: int | None = None,
+    freeze: bool = False,
+    checkpoint: Annotated[str, "NAME"] = "best",
+    allow_unseen_relations: bool = False,
+    features: File | None = None,
+    set: Annotated[Repeated[str], "KEY=VALUE"] = (),
+    log: Log = "text",
+) -> int:
+    """Add triples, with new entities and relations, to a run.
 
-
-def _setting(text: str) -> str:
-    key, equals, _ = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, such as train.lr=0.01")
-    return text
-
-
-def run_extend(parsed: argparse.Namespace) -> int:
-    if parsed.freeze and parsed.epochs == 0:
+    Args:
+        run: the folder or URL of a run; extend does not change it
+        triples: a directory or files in a format of prepare; none with --delete
+        delete: file with one entity per line: write a run without them, their rows and triples
+        output: folder of the new run
+        epochs: epochs to train (default: a tenth of the run's epochs; 0 with --delete)
+        freeze: train only the rows of new entities and relations; all other rows stay unchanged
+        checkpoint: checkpoint of RUN to start from: best, newest or a name
+        allow_unseen_relations: accept new relations that occur in valid or test only
+        features: lines entity, tab, feature, and perhaps a tab and a weight; entities that the file
+            does not have keep their features
+        set: another key of the config, such as train.lr=0.01; may be repeated
+    """
+    for setting in set:
+        if setting.startswith("=") or "=" not in setting:
+            raise ConfigError(f"--set {setting!r} must be KEY=VALUE, such as train.lr=0.01")
+    if freeze and epochs == 0:
         raise ConfigError("--freeze says what is trained, and --epochs 0 trains nothing")
     with loading_torch():
-        config_of(parsed.folder)
-        from kge_torchrec.api import extend
+        config_of(run)
+        from kge_torchrec import api
 
-    made = extend(
-        parsed.folder,
-        parsed.triples[0] if len(parsed.triples) == 1 else parsed.triples or None,
-        parsed.output,
-        delete=parsed.delete,
-        epochs=parsed.epochs,
-        freeze=parsed.freeze,
-        checkpoint=parsed.checkpoint,
-        allow_unseen_relations=parsed.allow_unseen_relations,
-        features=parsed.features,
-        overrides=[*(f"--{setting}" for setting in parsed.set), *take_log(parsed)],
+    made = api.extend(
+        run,
+        triples[0] if len(triples) == 1 else triples or None,
+        output,
+        delete=delete,
+        epochs=epochs,
+        freeze=freeze,
+        checkpoint=checkpoint,
+        allow_unseen_relations=allow_unseen_relations,
+        features=features,
+        overrides=[*(f"--{setting}" for setting in set), *follow_log(log)],
     )
     if is_first_rank():
         _report_extension(made)

@@ -53,11 +53,11 @@ class RunFolder:
     """Paths and files of one run.  Only rank 0 writes.
 
     Attributes:
-        data: The store of the runs that are read, in place of their data.path; None: their own.
-            Only the command line sets it.
+        given: Keys that every run is read with, such as {"threads": 2}. Only the command line sets
+            it.
     """
 
-    data: ClassVar[str | None] = None
+    given: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, path: str | Path):
         self.path = path = Path(path)
@@ -248,9 +248,7 @@ class RunFolder:
             if (self.path / "model.json").is_file():
                 what = "an export; name the run that it was made from"
             raise ConfigError(f"{self.path} is {what}")
-        if self.data is not None:
-            overrides = [f"--data.path={self.data}", *words_of(overrides)]
-        return read_run_config(file, overrides)
+        return read_run_config(file, [*words_of(self.given), *words_of(overrides)])
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json atomically."""

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from training_runs import config_of
 
-from kge_torchrec.commands import run_verb
+from kge_torchrec.cli import run_verb
 from kge_torchrec.commands.compare import VARIANTS, variants
 from kge_torchrec.comparison.compare import Extent
 from kge_torchrec.config import Config, ConfigError, TrainConfig

@@ -17,7 +17,7 @@ from kge_torchrec import (
     RowOptimizer,
     State,
 )
-from kge_torchrec.commands import run_verb
+from kge_torchrec.cli import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore

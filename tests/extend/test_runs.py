@@ -23,7 +23,7 @@ from kge_torchrec import (
     api,
     load_model,
 )
-from kge_torchrec.commands import run_verb
+from kge_torchrec.cli import run_verb
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import ExportError
 

@@ -9,7 +9,7 @@ import pytest
 from training_runs import tiny_store
 
 import kge_torchrec
-from kge_torchrec.commands import run_verb
+from kge_torchrec.cli import run_verb
 from kge_torchrec.commands.plan import DOES_NOT_FIT, count
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError

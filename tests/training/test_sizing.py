@@ -10,7 +10,7 @@ import pytest
 from training_runs import config_of
 
 from kge_torchrec import api
-from kge_torchrec.commands import run_verb
+from kge_torchrec.cli import run_verb
 from kge_torchrec.config import SCORER_NAMES, Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.config.registry import resolve
