@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 
 
 def composition(store: TripleStore) -> Tensor | None:
@@ -62,7 +62,7 @@ class DenseTables:
             optimizer = table_optimizer(config)
             if "optimizer" in own:
                 options = own.get("optimizer_options", {})
-                optimizer = TableOptimizer(own["optimizer"], own["lr"], **options)
+                optimizer = make_optimizer(own["optimizer"], own["lr"], **options)
             self.tables.append(DenseTable(values[self.of == place], optimizer))
 
     @property
@@ -95,9 +95,7 @@ def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTabl
     return DenseTable(values, table_optimizer(config), config.entities.preset == "dgl")
 
 
-def table_optimizer(config: Config) -> TableOptimizer:
+def table_optimizer(config: Config) -> RowOptimizer:
     """The settings of the entity table's optimizer."""
     train, options = config.train, asdict(config.train.row_optimizer_options())
-    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
-    rest = {name: options[name] for name in ("eps", "weight_decay") if name in options}
-    return TableOptimizer(train.optimizer, train.lr, betas, **rest)
+    return make_optimizer(train.optimizer, train.lr, **options)

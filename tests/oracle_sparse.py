@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from oracle_table import NAMES
 
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
 
 ADAMS = ("adam", "rowwise_adam")
 ADAGRADS = ("adagrad", "rowwise_adagrad")
@@ -28,7 +27,7 @@ PRESETS = [
 class Formulas:
     """The table optimizers one row after another, in float64; shares no code with the package."""
 
-    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, preset: str):
+    def __init__(self, values: torch.Tensor, optimizer: RowOptimizer, preset: str):
         self.optimizer, self.preset = optimizer, preset
         self.weights = values.double().numpy().copy()
         self.m = np.zeros_like(self.weights)
@@ -50,9 +49,11 @@ class Formulas:
             self.weights[row] -= self.optimizer.lr * self.change(row, g)
 
     def change(self, row, g):
-        name, eps, decay = self.optimizer.name, self.optimizer.eps, self.optimizer.weight_decay
+        name = self.optimizer.name
         if name == "sgd":
             return g
+        eps, decay = self.optimizer.eps, getattr(self.optimizer, "weight_decay", 0.0)
+        decay = decay if self.preset == "fbgemm" else 0.0  # the others have none
         if name == "rowwise_adagrad":
             g = g + decay * self.weights[row]
         square = np.full_like(g, np.mean(g**2)) if name.startswith("rowwise") else g**2
@@ -60,7 +61,8 @@ class Formulas:
             self.v[row] += square
             inside = self.preset == "dgl"
             return g / (np.sqrt(self.v[row] + eps) if inside else np.sqrt(self.v[row]) + eps)
-        (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in self.optimizer.betas)
+        betas = self.optimizer.beta1, self.optimizer.beta2
+        (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in betas)
         self.m[row] = beta1 * self.m[row] + (1 - beta1) * g
         self.v[row] = beta2 * self.v[row] + (1 - beta2) * square
         m, v = self.m[row], self.v[row]
@@ -108,8 +110,10 @@ def batches(rows=12, dim=5, count=15, steps=20, seed=0):
 
 
 def sparse(values, optimizer, preset, **changes):
-    """An optimizer of a table of its own that starts with ``values``."""
-    made = SparseOptimizer(optimizer, preset, values.clone())
+    """A table of its own that starts with ``values``, with the preset's variant of an optimizer."""
+    options = {name: getattr(optimizer, name) for name in vars(optimizer.Options())}
+    variant = make_optimizer(optimizer.name, optimizer.lr, preset, **options)
+    made = TableRows(variant, values.clone())
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -121,10 +125,10 @@ def take_step(optimizer, ids, grad, occurrences=None, distinct=False):
     optimizer.step_part(RowGradients(ids, grad, occurrences, distinct))
 
 
-def train(sparse_optimizer, steps):
+def train(table, steps):
     for arguments in steps:
-        take_step(sparse_optimizer, *arguments)
-    return sparse_optimizer
+        take_step(table, *arguments)
+    return table
 
 
 def assert_equal_formulas(made, formulas, rtol=1e-6, atol=1e-6):

@@ -15,10 +15,12 @@ NAMES = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 
 
 def settings(name: str, **changes) -> dict:
-    """Keyword arguments of a TableOptimizer with nothing at its default value."""
-    values = {"name": name, "lr": 0.05, "eps": 1e-6}
+    """Arguments of ``make_optimizer`` with nothing at its default value."""
+    values = {"name": name, "lr": 0.05}
+    if name != "sgd":
+        values["eps"] = 1e-6
     if name.endswith("adam"):
-        values["betas"] = (0.8, 0.95)
+        values |= {"beta1": 0.8, "beta2": 0.95}
     if name not in ("adagrad", "sgd"):
         values["weight_decay"] = 0.02
     return values | changes
@@ -58,7 +60,7 @@ class DenseTable:
         return {} if self.optimizer.name == "sgd" else {"entity.momentum1": squares}
 
     def _stepped(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        name, decay = self.optimizer.name, self.optimizer.weight_decay
+        name, decay = self.optimizer.name, getattr(self.optimizer, "weight_decay", 0.0)
         weights, moment, squares = self.weights, self.moment, self.squares
         if name == "sgd":
             return weights - self.lr * grad, moment, squares
@@ -73,7 +75,8 @@ class DenseTable:
             root = (squares + eps).sqrt() if self.inside else squares.sqrt() + eps
             change = grad / root
             return weights - self.lr * change, moment, squares
-        beta1, beta2 = (torch.tensor(beta, dtype=torch.float32) for beta in self.optimizer.betas)
+        betas = self.optimizer.beta1, self.optimizer.beta2
+        beta1, beta2 = (torch.tensor(beta, dtype=torch.float32) for beta in betas)
         moment = beta1.double() * moment + (1 - beta1.double()) * grad
         squares = beta2.double() * squares + (1 - beta2.double()) * square
         correction1, correction2 = (1 - beta.pow(self.steps).double() for beta in (beta1, beta2))

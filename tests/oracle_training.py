@@ -109,9 +109,10 @@ def clip(config: Config, parameters: list[Tensor]) -> None:
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:
     """torch's own optimizer of the same family."""
     train, table = config.train, table_optimizer(config)
-    rest = {"weight_decay": table.weight_decay}
+    rest = {"weight_decay": getattr(table, "weight_decay", 0.0)}
     if train.optimizer.endswith("adam"):
-        return torch.optim.AdamW([relations], train.lr, table.betas, table.eps, **rest)
+        betas = table.beta1, table.beta2
+        return torch.optim.AdamW([relations], train.lr, betas, table.eps, **rest)
     if train.optimizer.endswith("adagrad"):
         return torch.optim.Adagrad([relations], train.lr, eps=table.eps, **rest)
     return torch.optim.SGD([relations], train.lr, **rest)

@@ -25,7 +25,6 @@ from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
-from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
@@ -43,7 +42,7 @@ def load_kernels() -> None:
     rows, grad = torch.tensor([0, 1, 1]), torch.ones(3, 4)
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]
-        update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
+        update_rows(name, {}, 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()

@@ -10,7 +10,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
 from kge_torchrec.embeddings.torchrec.feature import as_feature
@@ -32,7 +32,7 @@ class TableModel(nn.Module):
 def sharded_table(
     num_entities: int,
     dim: int,
-    optimizer: TableOptimizer,
+    optimizer: RowOptimizer,
     values: Tensor | None = None,
     deferred: bool = False,
 ) -> DistributedModelParallel:

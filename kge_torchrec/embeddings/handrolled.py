@@ -59,9 +59,7 @@ class HandrolledBackend(EmbeddingBackend):
         self.dense = dense_wrapper(config.dense, processes)
         ranges = rows_by_rank(num_rows, processes.world_size)
         own = ranges[processes.rank]
-        self.table = TableShard.of(
-            tables, objective.scorer.row_dim, own, processes.device, entities.preset
-        )
+        self.table = TableShard.of(tables, objective.scorer.row_dim, own, processes.device)
         self.pending = self.table
         self.fill_rows(config.seed)
         objective = objective.to(processes.device)

@@ -1,7 +1,8 @@
-"""The optimizers of the entity table: one class each, with its states and properties.
+"""The optimizers of the entity table: one class each, with its options, states and formula.
 
-Built-in optimizers run in a compiled kernel (``kernels.rows``) or in FBGEMM's.  Classes from other
-packages implement ``step`` with torch operations, which also steps the dense parameters.
+``step`` is the formula in torch.  It steps the rows of GPUs in the hand-rolled engine and checks
+the compiled kernels of CPUs (``kernels.rows``) and of FBGEMM.  A class from another package has
+nothing but ``step``, which also steps the dense parameters.
 
 Shapes: u rows at a time, D elements per row.
 """
@@ -9,18 +10,15 @@ Shapes: u rows at a time, D elements per row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
 from kge_torchrec.config.keys import key
-from kge_torchrec.config.registry import KINDS, construct_class, resolve
+from kge_torchrec.config.registry import construct_class, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-TABLE_OPTIMIZERS = tuple(KINDS["table_optimizer"].ours)
 
 
 class State(NamedTuple):
@@ -28,23 +26,34 @@ class State(NamedTuple):
 
     name: str
     by_row: bool = False  # one element per row instead of one per element of the table
+    dtype: str = "float32"  # how the state is kept; ``step`` gets floats as float32
 
 
 class RowOptimizer:
-    """An optimizer of table rows.  Subclasses in other packages implement ``step``.
+    """An optimizer of table rows.  Subclasses implement ``step``.
 
-    The constructor takes the fields of ``Options`` by name.
+    The constructor takes the fields of ``Options`` by name and keeps them as attributes.
+
+    Attributes:
+        name: The name in the config.
+        lr: The base learning rate of the table.
     """
+
+    name = ""
+    lr = 0.01
 
     @dataclass(frozen=True)
     class Options:
         """Settings of this optimizer: ``train.optimizer_options`` of the config."""
 
     states: tuple[State, ...] = ()  # initially zeros
-    corrects_bias = False  # whether a step depends on the number of earlier steps
-    weight_decay: str | None = None  # "decoupled" or "l2"; None: FBGEMM has none
     fbgemm: str | None = None  # member of FBGEMM's EmbOptimType, if FBGEMM has this optimizer
     by_row: str | None = None  # name of the variant that keeps less state, one element per row
+    counts_empty_steps = True  # whether a step without gradients on a rank counts there
+    in_background = False  # whether states are in main memory, and a thread takes the steps
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(vars(self.Options(**options)))
 
     def step(
         self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
@@ -52,28 +61,15 @@ class RowOptimizer:
         """Update rows and states in place.
 
         Args:
-            rows: (u, D), distinct rows.
-            grad: (u, D), their gradients.
+            rows: (u, D) float32, distinct rows.
+            grad: (u, D) float32, their gradients, to be left as they are.
             states: By name, (u, D), or (u, 1) for states with one element per row.
             lr: Learning rate.
             step: Number of this step, from 1.
         """
         raise NotImplementedError
 
-    @classmethod
-    def state_numbers(cls) -> tuple[int, int]:
-        """Return the state elements per element of the table, and per row."""
-        by_row = sum(state.by_row for state in cls.states)
-        return len(cls.states) - by_row, by_row
-
-    @classmethod
-    def saved_states(cls) -> list[State]:
-        """Return the states with their names in a checkpoint, where the first is momentum1."""
-        first = [state._replace(name="momentum1") for state in cls.states[:1]]
-        return [*first, *cls.states[1:]]
-
-    @classmethod
-    def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
+    def dense(self, parameters: Iterable[nn.Parameter], lr: float) -> Any:
         """Return the torch optimizer of the dense parameters, or None to use ``step`` for them.
 
         Built-in optimizers use the variant without row-wise state.  With ``step``, the first
@@ -82,9 +78,19 @@ class RowOptimizer:
         Args:
             parameters: The dense parameters.
             lr: Their learning rate.
-            of: The table's optimizer, with betas, eps and weight decay.
         """
         return None
+
+    @classmethod
+    def state_numbers(cls) -> tuple[int, int]:
+        """Return the state elements per element of the table, and per row."""
+        by_row = sum(state.by_row for state in cls.states)
+        return len(cls.states) - by_row, by_row
+
+    @classmethod
+    def saved_names(cls) -> list[str]:
+        """Return the names of the states in a checkpoint, where the first is momentum1."""
+        return ["momentum1", *(state.name for state in cls.states[1:])][: len(cls.states)]
 
 
 _WEIGHT_DECAY = "Weight decay of touched rows: decoupled for the Adams, L2 for rowwise_adagrad."
@@ -97,17 +103,21 @@ def _decay_rate(key: str, value: float) -> None:
 
 
 class SGD(RowOptimizer):
-    """Gradient descent: w -= lr * g."""
+    """Gradient descent: w -= lr g."""
 
     fbgemm = "EXACT_SGD"
 
-    @classmethod
-    def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
-        return _torch().SGD(parameters, lr=lr, weight_decay=of.weight_decay)
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        rows.sub_(grad * lr)
+
+    def dense(self, parameters: Iterable[nn.Parameter], lr: float) -> Any:
+        return _torch().SGD(parameters, lr=lr)
 
 
 class Adagrad(RowOptimizer):
-    """Adagrad (Duchi et al. 2011): w -= lr * g / (sqrt(sum of g^2) + eps)."""
+    """Adagrad (Duchi et al. 2011): s += g^2; w -= lr g / (sqrt(s) + eps)."""
 
     @dataclass(frozen=True)
     class Options:
@@ -115,18 +125,23 @@ class Adagrad(RowOptimizer):
 
         eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
 
+    eps: float
     states = (State("sum"),)
     fbgemm = "EXACT_ADAGRAD"
     by_row: str | None = "rowwise_adagrad"
 
-    @classmethod
-    def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
-        decay = of.weight_decay
-        return _torch().Adagrad(parameters, lr=lr, eps=of.eps, weight_decay=decay)
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        total = states["sum"].add_(grad.square())
+        rows.sub_((grad / total.sqrt().add_(self.eps)).mul_(lr))
+
+    def dense(self, parameters: Iterable[nn.Parameter], lr: float) -> Any:
+        return _torch().Adagrad(parameters, lr=lr, eps=self.eps)
 
 
-class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum per row: that of the mean square of the row's gradient."""
+class RowwiseAdagrad(RowOptimizer):
+    """Adagrad with one sum per row: g += wd w; s += mean(g^2); w -= lr g / (sqrt(s) + eps)."""
 
     @dataclass(frozen=True)
     class Options(Adagrad.Options):
@@ -134,13 +149,31 @@ class RowwiseAdagrad(Adagrad):
 
         weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
 
+    eps: float
+    weight_decay: float
     states = (State("sum", by_row=True),)
-    weight_decay = "l2"
-    fbgemm, by_row = "EXACT_ROWWISE_ADAGRAD", None
+    fbgemm = "EXACT_ROWWISE_ADAGRAD"
+
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        if self.weight_decay:
+            grad = grad + rows * self.weight_decay
+        total = states["sum"].add_(grad.square().mean(1, keepdim=True))
+        rows.sub_((grad / total.sqrt().add_(self.eps)).mul_(lr))
+
+    def dense(self, parameters: Iterable[nn.Parameter], lr: float) -> Any:
+        return _torch().Adagrad(parameters, lr=lr, eps=self.eps, weight_decay=self.weight_decay)
 
 
 class Adam(RowOptimizer):
-    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    w -= lr (m / c1 / (sqrt(v / c2) + eps) + wd w), with ci = 1 - bi^t
+
+    t counts the steps of the table.  Betas and their powers are float32, as in FBGEMM.
+    """
 
     @dataclass(frozen=True)
     class Options:
@@ -151,16 +184,34 @@ class Adam(RowOptimizer):
         eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
         weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
 
-    states = (State("exp_avg"), State("exp_avg_sq"))
-    corrects_bias, weight_decay = True, "decoupled"
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    states: tuple[State, ...] = (State("exp_avg"), State("exp_avg_sq"))
     fbgemm = "ADAM"
     by_row: str | None = "rowwise_adam"
 
-    @classmethod
-    def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
-        decay = of.weight_decay
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        beta1, beta2 = _single(self.beta1), _single(self.beta2)
+        m = states["exp_avg"].mul_(beta1).add_(grad * (1 - beta1))
+        v = states["exp_avg_sq"].mul_(beta2).add_(self.square(grad).mul_(1 - beta2))
+        correction1, correction2 = 1 - _single_power(beta1, step), 1 - _single_power(beta2, step)
+        change = (m / correction1).div_((v / correction2).sqrt_().add_(self.eps))
+        if self.weight_decay:
+            change += rows * self.weight_decay
+        rows.sub_(change.mul_(lr))
+
+    def square(self, grad: Tensor) -> Tensor:
+        """Return what the second moment is the mean of."""
+        return grad.square()
+
+    def dense(self, parameters: Iterable[nn.Parameter], lr: float) -> Any:
+        betas, decay = (self.beta1, self.beta2), self.weight_decay
         return _torch().AdamW(
-            parameters, lr=lr, betas=of.betas, eps=of.eps, weight_decay=decay, fused=True
+            parameters, lr=lr, betas=betas, eps=self.eps, weight_decay=decay, fused=True
         )
 
 
@@ -169,6 +220,101 @@ class RowwiseAdam(Adam):
 
     states = (State("exp_avg"), State("exp_avg_sq", by_row=True))
     fbgemm, by_row = "PARTIAL_ROWWISE_ADAM", None
+
+    def square(self, grad: Tensor) -> Tensor:
+        return grad.square().mean(1, keepdim=True)
+
+
+# Variants for ``entities.preset``: the table optimizers of two other systems.
+#
+#     dicee   dice-embeddings' sparse Adam: each shard counts the steps in which it had gradients,
+#             epsilon is added before the bias of the second moment is corrected (as torch's
+#             SparseAdam does), moments are bfloat16 in main memory, and a thread takes the steps
+#     dgl     DGL's distributed SparseAdam and SparseAdagrad: the mean over duplicates (gradients
+#             arrive with their occurrences), a step count per row, epsilon inside Adagrad's root
+#
+# Each counts steps with the arithmetic of its system: dicee takes betas and their powers in
+# float64, dgl betas in float64 and their powers in float32.
+
+
+class DiceeAdam(Adam):
+    """w -= lr sqrt(c2) / c1 m / (sqrt(v) + eps)."""
+
+    states = (State("exp_avg", dtype="bfloat16"), State("exp_avg_sq", dtype="bfloat16"))
+    counts_empty_steps, in_background = False, True
+
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        m, v = _moments(self, grad, states)
+        size = (1 - self.beta2**step) ** 0.5 / (1 - self.beta1**step)
+        rows.sub_((m / v.sqrt().add_(self.eps)).mul_(size).mul_(lr))
+
+
+class DglAdam(Adam):
+    """w -= lr m / c1 / (sqrt(v / c2) + eps), with the number of steps of the row."""
+
+    states = (*Adam.states, State("row_step", by_row=True, dtype="int32"))
+
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        m, v = _moments(self, grad, states)
+        # torch computes the end of a tensor with a different routine, and float32 powers of the
+        # two differ in the last bit.  Powers in float64, then rounded, are the same.
+        steps = states["row_step"].add_(1).double()
+        correction1, correction2 = (
+            1 - (_single(beta) ** steps).float() for beta in (self.beta1, self.beta2)
+        )
+        rows.sub_((m / correction1).div_((v / correction2).sqrt_().add_(self.eps)).mul_(lr))
+
+
+class DglAdagrad(Adagrad):
+    """s += g^2; w -= lr g / sqrt(s + eps)."""
+
+    def step(
+        self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
+    ) -> None:
+        total = states["sum"].add_(grad.square())
+        rows.sub_((grad / (total + self.eps).sqrt_()).mul_(lr))
+
+
+def _moments(optimizer: Adam, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Update Adam's moments and return them."""
+    beta1, beta2 = optimizer.beta1, optimizer.beta2
+    m = states["exp_avg"].mul_(beta1).add_(grad * (1 - beta1))
+    return m, states["exp_avg_sq"].mul_(beta2).add_(grad.square().mul_(1 - beta2))
+
+
+_VARIANTS: dict[tuple[str, type[RowOptimizer]], type[RowOptimizer]] = {
+    ("dicee", Adam): DiceeAdam,
+    ("dgl", Adam): DglAdam,
+    ("dgl", Adagrad): DglAdagrad,
+}
+
+
+# The kernels of ``kernels.rows``.  A subclass has a step of its own, so it has no kernel.
+KERNELS: dict[type[RowOptimizer], str] = {
+    Adam: "adam",
+    RowwiseAdam: "rowwise_adam",
+    Adagrad: "adagrad",
+    RowwiseAdagrad: "rowwise_adagrad",
+    SGD: "sgd",
+}
+
+
+def _single(number: float) -> float:
+    """Round a number to float32."""
+    import numpy as np
+
+    return float(np.float32(number))
+
+
+def _single_power(base: float, exponent: int) -> float:
+    """Return a power in float32."""
+    import numpy as np
+
+    return float(np.power(np.float32(base), np.float32(exponent)))
 
 
 def _torch() -> Any:
@@ -186,50 +332,25 @@ def optimizer_class(name: str) -> type[RowOptimizer]:
     return resolve("table_optimizer", name)
 
 
-@dataclass(frozen=True)
-class TableOptimizer:
-    """The optimizer of the entity table and its settings.  A step changes touched rows only.
+def make_optimizer(
+    name: str, lr: float = 0.01, preset: str = "fbgemm", **options: Any
+) -> RowOptimizer:
+    """Make the optimizer of a table.
 
-    The Adam variants count steps for the whole table, not per row, and use decoupled weight decay.
-    rowwise_adagrad adds the decay to the gradient (L2).  FBGEMM's adagrad and sgd have no weight
-    decay.
+    Args:
+        name: Its name in the config.
+        lr: Its base learning rate.
+        preset: The system whose variant it is.
+        options: The fields of its ``Options``.
 
     Raises:
-        ConfigError: A class from another package does not implement ``step``.
+        ConfigError: The name is unknown, or the class does not implement ``step``.
     """
-
-    name: str = "adam"
-    lr: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    options: Any = None  # the Options of an optimizer from another package
-
-    def __post_init__(self) -> None:
-        if not self.is_ours and self.kind.step is RowOptimizer.step:
-            raise ConfigError(f"train.optimizer: {self.name} has no step; give it one")
-
-    @classmethod
-    def of(cls, name: str, lr: float, options: Any) -> TableOptimizer:
-        """Make an optimizer with its ``Options``."""
-        if name not in TABLE_OPTIMIZERS:
-            return cls(name, lr, options=options)
-        values = asdict(options)
-        betas = values.pop("beta1", cls.betas[0]), values.pop("beta2", cls.betas[1])
-        return cls(name, lr, betas, **values)
-
-    @cached_property
-    def kind(self) -> type[RowOptimizer]:
-        """The class of the optimizer."""
-        return optimizer_class(self.name)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the optimizer is built in, with a compiled kernel."""
-        return self.name in TABLE_OPTIMIZERS
-
-    @cached_property
-    def rule(self) -> RowOptimizer:
-        """An instance of the class, made with ``options``, for optimizers of other packages."""
-        options = {} if self.options is None else asdict(self.options)
-        return construct_class("table_optimizer", self.kind, **options)
+    kind = optimizer_class(name)
+    if preset != "fbgemm":
+        kind = _VARIANTS[preset, kind]
+    if kind.step is RowOptimizer.step:
+        raise ConfigError(f"train.optimizer: {name} has no step; give it one")
+    made: RowOptimizer = construct_class("table_optimizer", kind, **options)
+    made.name, made.lr = name, lr
+    return made

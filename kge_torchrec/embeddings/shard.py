@@ -29,9 +29,8 @@ from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.processes import Rows
 from kge_torchrec.embeddings.entity_shard import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import RowGradients, summed
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class EntityTable:
     """
 
     ids: range
-    optimizer: TableOptimizer
+    optimizer: RowOptimizer
     init: EntityInit
     type: str = ENTITY
 
     @classmethod
-    def of_all(cls, num_entities: int, optimizer: TableOptimizer, init: EntityInit) -> EntityTable:
+    def of_all(cls, num_entities: int, optimizer: RowOptimizer, init: EntityInit) -> EntityTable:
         """Return the table of all entities, for a graph whose types have no tables."""
         return cls(range(num_entities), optimizer, init)
 
@@ -69,7 +68,6 @@ class TableShard:
         rows: (n, D), the memory of the rows.
         first_row: Id of ``rows[0]``.
         optimizers: Optimizer of each table's rows on this rank, with their states.
-        asynchronous: Whether steps run in a thread.
 
     Attributes:
         groups: Parameter group of each table, whose "lr" the next step uses.
@@ -85,7 +83,6 @@ class TableShard:
         rows: Tensor,
         first_row: int,
         optimizers: Sequence[Any],
-        asynchronous: bool = False,
     ):
         self.tables, self.rows, self.first_row = tables, rows, first_row
         self.optimizers = optimizers
@@ -95,7 +92,8 @@ class TableShard:
         self.frozen: Tensor | None = None
         self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
         self.in_main_memory = False
-        self._updates = _Background() if asynchronous else None
+        in_background = any(table.optimizer.in_background for table in tables)
+        self._updates = _Background() if in_background else None
         # Autograd calls our backward only if an input requires a gradient.
         self.anchor = torch.empty(0, device=rows.device, requires_grad=True)
 
@@ -106,16 +104,15 @@ class TableShard:
         dim: int,
         ids: range,
         device: torch.device | str = "cpu",
-        preset: str = "fbgemm",
     ) -> TableShard:
-        """Return the rows of some ids, (n, D) of zeros, with optimizers of a preset."""
+        """Return the rows of some ids, (n, D) of zeros, with their optimizers."""
         rows = zeros_on_huge_pages(len(ids), dim, device=device)
         parts = [table.within(ids.start, ids.stop) for table in tables]
         optimizers = [
-            SparseOptimizer(table.optimizer, preset, rows[part.start : part.stop])
+            TableRows(table.optimizer, rows[part.start : part.stop])
             for table, part in zip(tables, parts, strict=True)
         ]
-        return cls(tables, rows, ids.start, optimizers, asynchronous=preset == "dicee")
+        return cls(tables, rows, ids.start, optimizers)
 
     def shard(self) -> EntityShard:
         """Return a view of the rows after the last finished step."""
@@ -181,18 +178,11 @@ class TableShard:
         gradients = self.take()
         if gradients is None:
             return torch.zeros(0, 0)
-        rows, total, occurrences, distinct = gradients
-        if not distinct:
-            rows, total, inverse = summed(rows, total)
-            if occurrences is not None:
-                zeros = torch.zeros_like(rows, dtype=occurrences.dtype)
-                occurrences = zeros.index_add_(0, inverse, occurrences)
-        elif occurrences is None:
-            total = total.clone()  # autograd may share this memory
-        if occurrences is not None:
-            total = total / occurrences.unsqueeze(1)
-        self.gradients = [RowGradients(rows, total, None, True)]
-        return total
+        sums = gradients.summed()
+        if sums.grad is gradients.grad:
+            sums = sums._replace(grad=sums.grad.clone())  # autograd may share this memory
+        self.gradients = [sums]
+        return sums.grad
 
     def step(self) -> None:
         """Step with the sum of all gradients since the last step, if there was a backward."""

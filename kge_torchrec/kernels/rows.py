@@ -27,6 +27,7 @@ Shapes: n rows in the table, D elements per row, M gradients, U rows that they b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -247,7 +248,8 @@ def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def update_rows(
-    optimizer: Any,
+    optimizer: str,
+    options: Mapping[str, Any],
     lr: float,
     step: int,
     rows: Tensor,
@@ -259,7 +261,8 @@ def update_rows(
     """Update the rows that have a gradient by one optimizer step; all others stay as they are.
 
     Args:
-        optimizer: Name and settings, except for the learning rate: a ``TableOptimizer``.
+        optimizer: Name of the formula.
+        options: Of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` those that it has.
         lr: The learning rate of this step.
         step: Number of this step, from 1; only the Adams read it.
         rows: (M,) integers in [0, n), the row of each gradient.
@@ -290,7 +293,7 @@ def update_rows(
         (weights if x is None else x if x.dim() == 2 else x.unsqueeze(1)).numpy()
         for x in (None, first, second)
     ]
-    beta1, beta2 = map(np.float32, optimizer.betas)
+    beta1, beta2 = (np.float32(options.get(name, 0.0)) for name in ("beta1", "beta2"))
     # As in FBGEMM: the power in float32, the subtraction in float64.
     correction1 = 1.0 - float(np.power(beta1, np.float32(step)))
     correction2 = 1.0 - float(np.power(beta2, np.float32(step)))
@@ -302,11 +305,11 @@ def update_rows(
         1.0 - float(beta2),
         1.0 / max(correction1, 1e-38),
         1.0 / max(correction2, 1e-38),
-        optimizer.eps,
-        optimizer.weight_decay,
+        options.get("eps", 0.0),
+        options.get("weight_decay", 0.0),
     )
     args = rows_array, places, bounds, grad.contiguous().numpy(), *tables
-    _updates(optimizer.name)(count, grad.numel(), *args, _Step(*map(np.float32, factors)))
+    _updates(optimizer)(count, grad.numel(), *args, _Step(*map(np.float32, factors)))
 
 
 _LINE = 16  # float32 values in a cache line

@@ -41,7 +41,7 @@ from kge_torchrec.distributed.processes import Processes, on_all_ranks, reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.handrolled import HandrolledBackend
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
@@ -198,7 +198,8 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     """
     init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
-        return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]
+        optimizer = table_optimizer(config.train, config.entities.preset)
+        return [EntityTable.of_all(store.num_rows, optimizer, init)]
     runs = runs_of_types(store)
     known = {name for name, _ in runs}
     if store.size.typed:
@@ -222,7 +223,7 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
         tables.append(
             EntityTable(
                 ids,
-                TableOptimizer.of(own.optimizer, own.lr, own.optimizer_options),
+                make_optimizer(own.optimizer, own.lr, **vars(own.optimizer_options)),
                 EntityInit(own.init, own.init_scale, zero_columns),
                 name,
             )
@@ -230,9 +231,10 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     return tables
 
 
-def table_optimizer(train: TrainConfig) -> TableOptimizer:
+def table_optimizer(train: TrainConfig, preset: str = "fbgemm") -> RowOptimizer:
     """Make the table's optimizer from the config."""
-    return TableOptimizer.of(train.optimizer, train.lr, train.row_optimizer_options())
+    options = vars(train.row_optimizer_options())
+    return make_optimizer(train.optimizer, train.lr, preset, **options)
 
 
 def dense_optimizer(
@@ -243,8 +245,8 @@ def dense_optimizer(
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        own = table.kind.dense(parameters, rate, table)
-        return DenseRows(parameters, rate, table.rule) if own is None else own
+        own = table.dense(parameters, rate)
+        return DenseRows(parameters, rate, table) if own is None else own
 
     return build
 

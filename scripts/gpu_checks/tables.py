@@ -19,7 +19,7 @@ from gpu_checks.timing import seconds
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_rows
@@ -45,7 +45,7 @@ class _TableModel(nn.Module):
         return self.entities(ids)[ENTITY].values()
 
 
-def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) -> nn.Module:
+def sharded(rows: int, dim: int, optimizer: RowOptimizer, ranks: Processes) -> nn.Module:
     """Return the table as training builds it, on one rank."""
     tables, model = [EntityTable.of_all(rows, optimizer, EntityInit())], _TableModel(rows, dim)
     sharder, place = EntitySharder(fused_params(tables)), Ranks(1, 1, ranks.device.type)
@@ -78,16 +78,12 @@ def optimizers(report: Report) -> None:
             for bags in (1, 64):
                 with report.check(f"{name}, {bags} bags"):
                     _against_oracle(report, f"{name}, {bags} bags", name, bags, ranks)
-        if "max_gradient" in TableOptimizer.__dataclass_fields__:
-            with report.check("gradients clipped by the kernel"):
-                name = "gradients clipped by the kernel"
-                _against_oracle(report, name, "adam", 1, ranks, max_gradient=0.5)
 
 
-def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, **changes) -> None:
+def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes) -> None:
     stream = torch.Generator().manual_seed(3)
     values = torch.randn(ROWS, DIM, generator=stream)
-    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    optimizer = make_optimizer(**optimizer_settings(name))
     model, dense = sharded(ROWS, DIM, optimizer, ranks), DenseTable(values, optimizer)
     model.rows.shard().rows.copy_(values)
     for step in range(STEPS):
@@ -132,7 +128,7 @@ def bags(report: Report) -> None:
     many, device = min(4096, count // 2), report.device
     with processes(device.type) as ranks:
         _bags_of_training(report)
-        model = sharded(rows, dim, TableOptimizer("rowwise_adagrad", lr=0.1), ranks)
+        model = sharded(rows, dim, make_optimizer("rowwise_adagrad", lr=0.1), ranks)
         model.rows.shard().rows.normal_()
         before = model.rows.shard().rows.clone()
         ids = torch.randperm(rows, device=device)[:count].sort().values
@@ -230,7 +226,7 @@ def _large_table(report: Report) -> None:
     places = [0, 1, middle - 1, middle, middle + 1, rows - 2, rows - 1]
     ids = torch.tensor(places, device=report.device)
     with processes(report.device.type) as ranks, report.check("rows around element 2^31"):
-        model = sharded(rows, dim, TableOptimizer("sgd", lr=0.5), ranks)
+        model = sharded(rows, dim, make_optimizer("sgd", lr=0.5), ranks)
         shard = model.rows.shard()
         report.note("elements in the table", float(shard.rows.numel()), "")
         shard.rows.zero_()

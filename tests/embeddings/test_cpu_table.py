@@ -8,18 +8,18 @@ from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.sharder import TableSettings, fused_params
 
 
-def shard_of(rows: int, optimizer: TableOptimizer) -> TableShard:
+def shard_of(rows: int, optimizer: RowOptimizer) -> TableShard:
     return TableShard.of([EntityTable.of_all(rows, optimizer, EntityInit())], 4, range(rows))
 
 
 @pytest.fixture
 def table() -> TableShard:
-    table = shard_of(6, TableOptimizer("sgd", lr=1.0))
+    table = shard_of(6, make_optimizer("sgd", lr=1.0))
     table.rows.copy_(torch.arange(24.0).view(6, 4))
     return table
 
@@ -85,7 +85,7 @@ def test_noncontiguous_and_expanded_gradients_work(table):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_table_and_empty_lookup_work(name):
-    table = shard_of(0, TableOptimizer(**optimizer_settings(name)))
+    table = shard_of(0, make_optimizer(**optimizer_settings(name)))
     out = table.lookup(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
     out.sum().backward()
@@ -95,7 +95,7 @@ def test_empty_table_and_empty_lookup_work(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_of_a_table_go_through_torchrec(name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     tables = [EntityTable.of_all(6, optimizer, EntityInit())]
     params = fused_params(tables, deferred=True)
     assert params["kge_torchrec"] == TableSettings(tuple(tables), deferred=True)

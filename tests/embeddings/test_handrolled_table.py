@@ -16,7 +16,7 @@ from worlds import run_world
 from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.handrolled import HandrolledLookup, make_route
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 
 DIM, LR = 3, 0.5
@@ -30,14 +30,14 @@ def gradient(count: int, seed: int) -> Tensor:
     return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def build(num_rows: int, name: str = "sgd", preset: str = "fbgemm"):
+def build(num_rows: int, name: str = "sgd", preset: str = "fbgemm", counted: bool = False):
     """The table with ``values``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tables = [EntityTable.of_all(num_rows, TableOptimizer(name, lr=LR), EntityInit())]
+    tables = [EntityTable.of_all(num_rows, make_optimizer(name, LR, preset), EntityInit())]
     ranges = rows_by_rank(num_rows, world_size)
-    table = TableShard.of(tables, DIM, ranges[rank], preset=preset)
+    table = TableShard.of(tables, DIM, ranges[rank])
     table.rows.copy_(values(num_rows)[ranges[rank].start : ranges[rank].stop])
-    return HandrolledLookup(table, ranges, dist.group.WORLD, counts_places=preset == "dgl")
+    return HandrolledLookup(table, ranges, dist.group.WORLD, counts_places=counted)
 
 
 def look_up(table: HandrolledLookup, ids: list[int]) -> Tensor:
@@ -197,7 +197,7 @@ def test_thread_exception_is_raised_at_next_join(how):
 
 
 def mean_of_places() -> Tensor:
-    table = build(4, "sgd", "dgl")
+    table = build(4, counted=True)
     rank = dist.get_rank()
     look_up(table, [2] * (rank + 1)).backward(torch.ones(rank + 1, DIM))
     table.table.step()

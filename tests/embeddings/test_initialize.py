@@ -16,7 +16,7 @@ from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 
 DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
@@ -101,7 +101,7 @@ def test_16_bit_tables_get_rounded_float32_values():
 
 
 def rank_initializes() -> torch.Tensor:
-    model = sharded_table(11, 4, TableOptimizer())
+    model = sharded_table(11, 4, make_optimizer("adam"))
     fill_rows(own_rows(model).shard(), 5, EntityInit())
     return own_rows(model).shard().rows.clone()
 

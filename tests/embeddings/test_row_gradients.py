@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 
 
 def empty_shard() -> TableShard:
-    return TableShard.of([EntityTable.of_all(8, TableOptimizer(), EntityInit())], 3, range(8))
+    return TableShard.of([EntityTable.of_all(8, make_optimizer("adam"), EntityInit())], 3, range(8))
 
 
 def pending(*parts: list[int], counted: bool = False) -> tuple[TableShard, torch.Tensor]:

@@ -23,7 +23,7 @@ from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.distributed.processes import Rows, processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding, kernel_of
 from kge_torchrec.training.checkpoints import Checkpoints
@@ -91,7 +91,7 @@ def rank_trains_every_table() -> dict:
     results = {}
     for name in NAMES:
         for size in SIZES[dist.get_world_size()]:
-            optimizer = TableOptimizer(**optimizer_settings(name))
+            optimizer = make_optimizer(**optimizer_settings(name))
             model = sharded_table(size, DIM, optimizer, start_values(size))
             train_sharded(model, size, range(STEPS))
             results[name, size] = parameters_and_states(model)
@@ -102,13 +102,13 @@ def rank_trains_every_table() -> dict:
 def test_steps_match_the_dense_table(world_size):
     ranks = run_world(world_size, rank_trains_every_table)
     for name, size in ranks[0]:
-        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        dense = DenseTable(start_values(size), make_optimizer(**optimizer_settings(name)))
         train_dense(dense, range(STEPS))
         assert_equals_dense([rank[name, size] for rank in ranks], dense)
 
 
 def rank_looks_around() -> dict:
-    model = sharded_table(101, DIM, TableOptimizer("sgd", lr=1.0), start_values(101))
+    model = sharded_table(101, DIM, make_optimizer("sgd", lr=1.0), start_values(101))
     stats = {"keys": list(model.state_dict()), "steps": [own_rows(model).steps]}
     model(torch.tensor([1, 2])).sum().mul(0).backward()
     model.fused_optimizer.step()
@@ -136,7 +136,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
     """Each case: optimizer, N, and the ids that each rank looks up, in one step repeated twice."""
     results = []
     for name, size, ids_per_rank in cases:
-        optimizer = TableOptimizer(**optimizer_settings(name))
+        optimizer = make_optimizer(**optimizer_settings(name))
         model = sharded_table(size, DIM, optimizer, start_values(size))
         ids = torch.tensor(ids_per_rank[dist.get_rank()], dtype=torch.int64) % size
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
     for number, (name, size, ids_per_rank) in enumerate(cases):
-        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        dense = DenseTable(start_values(size), make_optimizer(**optimizer_settings(name)))
         ids = torch.tensor([*chain(*ids_per_rank)], dtype=torch.int64) % size
         for _ in range(2):
             dense.step(ids, 2 * dense.weights[ids] / 4)
@@ -170,7 +170,7 @@ def test_random_sizes_and_ids_on_four_ranks(cases):
 
 
 def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
-    model = sharded_table(10, DIM, TableOptimizer("sgd", lr=1.0), start_values(10))
+    model = sharded_table(10, DIM, make_optimizer("sgd", lr=1.0), start_values(10))
     ids = torch.tensor([9, 0, 5, 9, 3])
     looked_up = model(ids)
     copy = looked_up.detach().clone()
@@ -202,7 +202,7 @@ def test_keys_views_and_empty_batches_work(world_size):
 
 
 def rank_changes_learning_rate() -> Tensor:
-    model = sharded_table(4, DIM, TableOptimizer("sgd", lr=1.0), torch.zeros(4, DIM))
+    model = sharded_table(4, DIM, make_optimizer("sgd", lr=1.0), torch.zeros(4, DIM))
     model.fused_optimizer.param_groups[0]["lr"] = 0.25
     model(torch.arange(4)).sum().backward()
     model.fused_optimizer.step()
@@ -236,7 +236,7 @@ def rank_saves_fbgemms_table(folder: str) -> None:
                 SplitTableBatchedEmbeddingBagsCodegen, "get_optimizer_state", states_on_cuda
             ),
         ):
-            model = sharded_table(3, DIM, TableOptimizer("adagrad"), start_values(3), deferred)
+            model = sharded_table(3, DIM, make_optimizer("adagrad"), start_values(3), deferred)
             assert type(kernel_of(model)) is kernel
             first, stop = own_rows(model).shard().row_range
             (states,) = kernel_of(model).emb_module.get_optimizer_state()
@@ -248,7 +248,7 @@ def rank_saves_fbgemms_table(folder: str) -> None:
 
 
 def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
-    model = sharded_table(3, DIM, TableOptimizer("rowwise_adam"))
+    model = sharded_table(3, DIM, make_optimizer("rowwise_adam"))
     with processes("cpu") as ranks:
         checkpoints = Checkpoints(Path(folder) / kernel, ranks)
         checkpoints.load(checkpoints.names(), lambda checkpoint: state_of(model))
@@ -265,7 +265,7 @@ def test_fbgemm_table_with_one_row_is_saved(tmp_path):
 
 
 def rank_asks_for_a_missing_entity() -> None:
-    sharded_table(5, DIM, TableOptimizer())(torch.tensor([5]))
+    sharded_table(5, DIM, make_optimizer("adam"))(torch.tensor([5]))
 
 
 def test_id_outside_the_table_raises():

@@ -15,10 +15,9 @@ from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.entities import PRESETS
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.optimizers import make_optimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -47,7 +46,7 @@ def step_parts(optimizer, parts) -> None:
 
 def stepped(name, step_rows, start, gradients) -> DenseTable:
     """The dense table after the same steps."""
-    dense = DenseTable(start, TableOptimizer(**optimizer_settings(name)))
+    dense = DenseTable(start, make_optimizer(**optimizer_settings(name)))
     for grad in gradients:
         step_rows(in_parts(grad))
         dense.step(torch.arange(ROWS), grad)
@@ -57,7 +56,7 @@ def stepped(name, step_rows, start, gradients) -> DenseTable:
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_shard_make_one_step(name):
     start, gradients = start_and_gradients()
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     tables = [EntityTable.of_all(ROWS, optimizer, EntityInit())]
     table = TableShard.of(tables, DIM, range(ROWS))
     table.rows.copy_(start)
@@ -67,9 +66,9 @@ def test_parts_of_a_shard_make_one_step(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_of_the_sparse_optimizer_make_one_step(name):
+def test_parts_of_table_rows_make_one_step(name):
     start, gradients = start_and_gradients()
-    optimizer = SparseOptimizer(TableOptimizer(**optimizer_settings(name)), "fbgemm", start.clone())
+    optimizer = TableRows(make_optimizer(**optimizer_settings(name)), start.clone())
     dense = stepped(name, partial(step_parts, optimizer), start, gradients)
     assert optimizer.steps == len(gradients)
     assert (optimizer.rows - dense.weights).abs().max() < 1e-5
@@ -78,9 +77,7 @@ def test_parts_of_the_sparse_optimizer_make_one_step(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_step_parts_like_the_whole(name):
     start, gradients = start_and_gradients()
-    optimizers = [
-        SparseOptimizer(TableOptimizer("adam", lr=0.1), name, start.clone()) for _ in range(2)
-    ]
+    optimizers = [TableRows(make_optimizer("adam", 0.1, name), start.clone()) for _ in range(2)]
     for grad in gradients:
         take_step(optimizers[0], torch.arange(ROWS), grad, distinct=True)
         step_parts(optimizers[1], in_parts(grad))
@@ -91,7 +88,7 @@ def test_presets_step_parts_like_the_whole(name):
 def test_empty_shard_counts_steps():
     nothing = torch.empty(0, DIM)
     for preset, steps in (("fbgemm", 2), ("dicee", 0)):
-        optimizer = SparseOptimizer(TableOptimizer("adam"), preset, nothing)
+        optimizer = TableRows(make_optimizer("adam", preset=preset), nothing)
         for _ in range(2):
             step_parts(optimizer, [])
         assert optimizer.steps == steps

@@ -18,7 +18,7 @@ from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding, R
 from worlds import run_world
 from worlds_table import own_rows, sharded_table
 
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.torchrec import collection, sharder
 
 PRIVATE = {
@@ -85,7 +85,7 @@ def rank_looks_up() -> tuple[list[str], torch.Tensor]:
 
         return patch.object(kind, method, watched)
 
-    model = sharded_table(10, 8, TableOptimizer("adam"), torch.arange(80.0).view(10, 8))
+    model = sharded_table(10, 8, make_optimizer("adam"), torch.arange(80.0).view(10, 8))
     kinds = [
         (ShardedEmbeddingCollection, "input_dist"),
         (RwSparseFeaturesDist, "forward"),

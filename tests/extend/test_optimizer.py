@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from extended import ENGINES, LION, importable, part, rank_trains
+from extended import ENGINES, LION, importable, rank_trains
 from oracle_sparse import take_step
 from training_runs import config_of, fit, largest_difference, parameters
 from worlds import run_world
@@ -21,9 +21,8 @@ from kge_torchrec.cli import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import DenseRows
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
+from kge_torchrec.embeddings.row_gradients import DenseRows, TableRows
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,
@@ -44,13 +43,12 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
 def test_optimizer_steps_follow_its_formula(folder):
     """Checks the table with summed duplicates, and the dense parameters."""
     random = np.random.default_rng(0)
-    options = part("table_optimizer", LION).Options(decay=0.1)
-    optimizer = TableOptimizer(LION, lr=0.05, options=options)
+    optimizer = make_optimizer(LION, lr=0.05, beta1=0.9, beta2=0.99, decay=0.1)
     start = random.normal(size=(9, 4))
     tensor = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
-    table = SparseOptimizer(optimizer, "fbgemm", tensor(start))
+    table = TableRows(optimizer, tensor(start))
     relations = torch.nn.Parameter(tensor(start))
-    dense = DenseRows([relations], 0.05, optimizer.rule)
+    dense = DenseRows([relations], 0.05, optimizer)
     rows, momentum, relation_rows, relation_momentum = (
         start.copy(),
         0 * start,
@@ -77,8 +75,7 @@ class WithAdam(RowOptimizer):
     def step(self, rows, grad, states, lr, step):
         rows.sub_(lr * grad)
 
-    @classmethod
-    def dense(cls, parameters, lr, of):
+    def dense(self, parameters, lr):
         return torch.optim.Adam(parameters, lr=lr)
 
 

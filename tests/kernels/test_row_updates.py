@@ -16,7 +16,7 @@ from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.collection import FbgemmRows
 from kge_torchrec.embeddings.torchrec.sharder import fused_params
@@ -24,7 +24,7 @@ from kge_torchrec.kernels import parallel
 from kge_torchrec.kernels.rows import update_rows
 
 
-def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> TableShard:
+def cpu_table(values: torch.Tensor, optimizer: RowOptimizer) -> TableShard:
     tables = [EntityTable.of_all(len(values), optimizer, EntityInit())]
     table = TableShard.of(tables, values.shape[1], range(len(values)))
     table.rows.copy_(values)
@@ -63,7 +63,7 @@ def assert_equals_oracle(table: TableShard, oracle: DenseTable) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_with_duplicates_equal_the_formula(name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     values = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     table, oracle = cpu_table(values, optimizer), DenseTable(values, optimizer)
     for ids, grad in random_batches(40, 12, 30, steps=20):
@@ -81,7 +81,7 @@ def test_twenty_steps_with_duplicates_equal_the_formula(name):
 @settings(max_examples=30, deadline=None)
 def test_any_ids_equal_the_formula(name, dim, batches, seed):
     random = torch.Generator().manual_seed(seed)
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     values = torch.randn(7, dim, generator=random)
     table, oracle = cpu_table(values, optimizer), DenseTable(values, optimizer)
     for ids in batches:
@@ -95,7 +95,7 @@ def test_any_ids_equal_the_formula(name, dim, batches, seed):
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "sgd"])
 def test_update_equals_the_cpu_operator_of_fbgemm(name):
     changes = {"weight_decay": 0.1} if name == "rowwise_adagrad" else {}
-    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    optimizer = make_optimizer(**optimizer_settings(name, **changes))
     values = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
     ours = cpu_table(values, optimizer)
     tables = [EntityTable.of_all(50, optimizer, EntityInit())]
@@ -121,7 +121,7 @@ def test_update_equals_the_cpu_operator_of_fbgemm(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_without_a_gradient_keep_every_bit(name):
     values = torch.randn(20, 8)
-    table = cpu_table(values, TableOptimizer(**optimizer_settings(name)))
+    table = cpu_table(values, make_optimizer(**optimizer_settings(name)))
     train(table, random_batches(10, 8, 30, steps=5))
     assert torch.equal(table.rows[10:], values[10:])
     for state in table.optimizers[0].states.values():
@@ -138,7 +138,7 @@ def test_number_of_threads_changes_no_bit(sorted_ids):
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            tables.append(cpu_table(values, TableOptimizer()))
+            tables.append(cpu_table(values, make_optimizer("adam")))
             train(tables[-1], [(ids, grad)] * 3)
     finally:
         torch.set_num_threads(before)
@@ -150,14 +150,14 @@ def test_sorted_distinct_ids_step_like_shuffled_ones():
     ids = torch.arange(0, 60, 2)
     grad, values = torch.randn(30, 8), torch.randn(60, 8)
     order = torch.from_numpy(np.random.default_rng(0).permutation(30))
-    straight, shuffled = (cpu_table(values, TableOptimizer()) for _ in range(2))
+    straight, shuffled = (cpu_table(values, make_optimizer("adam")) for _ in range(2))
     train(straight, [(ids, grad)])
     train(shuffled, [(ids[order], grad[order])])
     assert torch.equal(straight.rows, shuffled.rows)
 
 
 def test_adam_late_in_training_needs_no_bias_correction():
-    optimizer = TableOptimizer("adam", lr=0.1)
+    optimizer = make_optimizer("adam", lr=0.1)
     table = cpu_table(torch.zeros(1, 4), optimizer)
     table.steps = 5_000_000
     train(table, [(torch.tensor([0]), torch.ones(1, 4))])
@@ -188,5 +188,5 @@ def test_only_large_blocks_start_threads(monkeypatch, threads, work, blocks, sta
 def test_rows_outside_the_table_are_rejected(rows):
     weights, rows = torch.zeros(5, 4), torch.tensor(rows)
     with pytest.raises(IndexError, match="of a table of 5"):
-        update_rows(TableOptimizer("sgd"), 0.1, 1, rows, torch.ones(len(rows), 4), weights)
+        update_rows("sgd", {}, 0.1, 1, rows, torch.ones(len(rows), 4), weights)
     assert not weights.any()

@@ -10,10 +10,9 @@ from planned_runs import cached, clustered, freebase, planned, workload
 from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, SHARDINGS, Bytes
 from kge_torchrec.planning import step
 from kge_torchrec.planning.cost import objective_cost
@@ -84,7 +83,7 @@ def test_averages_take_the_memory_of_the_weights(devices):
         assert dense[1] - dense[0] == 4 * quarter
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_every_layout_holds_the_table_once_or_everywhere(sharding, optimizer):
     work = workload(1001, model__dim=64, train__optimizer=optimizer)

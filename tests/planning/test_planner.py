@@ -6,7 +6,7 @@ import pytest
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
@@ -23,7 +23,7 @@ BIG = (86_000_000, 400)  # 128 GiB of values
 
 
 def tables_of(num_entities: int, optimizer: str = "adam") -> list[EntityTable]:
-    return [EntityTable.of_all(num_entities, TableOptimizer(optimizer), EntityInit())]
+    return [EntityTable.of_all(num_entities, make_optimizer(optimizer), EntityInit())]
 
 
 def plan(num_entities: int, dim: int, world_size: int, device="cuda", optimizer="adam", **memory):

@@ -8,8 +8,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import construct_split_state
 
+from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
@@ -22,10 +23,10 @@ from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 
 def table_of(optimizer: str, rows: int) -> EntityTable:
-    return EntityTable.of_all(rows, TableOptimizer(optimizer), EntityInit())
+    return EntityTable.of_all(rows, make_optimizer(optimizer), EntityInit())
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
     table = TableShard.of([table_of(optimizer, rows)], 12, range(rows))
@@ -37,7 +38,7 @@ def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
 
 
 @pytest.mark.parametrize("kernel", ["fused", UVM_CACHING])
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_gpu_state_lies_where_fbgemm_puts_it(optimizer, kernel):
     """FBGEMM's own function says for each state how much is on the GPU and in main memory."""
     rows, dim = 1000, 20
@@ -86,7 +87,7 @@ def test_averages_are_copies_of_the_weights(is_cuda):
     assert parts == plain
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_a_replicated_table_has_whole_gradients_and_dense_state(optimizer):
     weight = torch.nn.Parameter(torch.zeros(10, 8))
     weight.grad = torch.ones_like(weight)

@@ -10,7 +10,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.row_gradients import TableRows
 
 ADAM = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
 
@@ -47,7 +47,7 @@ def test_error_in_the_thread_ends_training(store, tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError("the table's step found no memory")
 
-    monkeypatch.setattr(SparseOptimizer, "step_part", fail)
+    monkeypatch.setattr(TableRows, "step_part", fail)
     config = config_of(store, tmp_path / "run", **ADAM, entities__preset="dicee")
     with pytest.raises(MemoryError, match="found no memory"):
         api.train(config)

@@ -41,6 +41,7 @@ from torchrec.distributed.sharding.rw_sequence_sharding import (
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import Awaitable, ShardingType
 
+from kge_torchrec.embeddings.optimizers import RowwiseAdagrad
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, DeferredEmbedding
 
@@ -74,14 +75,13 @@ def fused_params(tables: Sequence[EntityTable], deferred: bool = False) -> dict[
     params: dict[str, Any] = {
         _OURS: TableSettings(tuple(tables), deferred),
         # A placeholder where FBGEMM does not have the optimizer.
-        "optimizer": EmbOptimType[optimizer.kind.fbgemm or "EXACT_SGD"],
+        "optimizer": EmbOptimType[optimizer.fbgemm or "EXACT_SGD"],
         "learning_rate": optimizer.lr,
-        "beta1": optimizer.betas[0],
-        "beta2": optimizer.betas[1],
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
     }
-    if optimizer.kind.weight_decay == "l2" and optimizer.weight_decay:
+    if optimizer.fbgemm:
+        options = ("beta1", "beta2", "eps", "weight_decay")
+        params |= {name: value for name, value in vars(optimizer).items() if name in options}
+    if isinstance(optimizer, RowwiseAdagrad) and optimizer.weight_decay:
         # FBGEMM ignores weight_decay for this optimizer unless the mode is set.
         params["weight_decay_mode"] = WeightDecayMode.L2
     return params

@@ -1,4 +1,4 @@
-"""The hand-rolled sparse optimizer against formulas written out row by row.
+"""Steps of table rows against formulas written out row by row.
 
 Shapes: N rows, D elements per row, M gradients.
 """
@@ -29,8 +29,8 @@ from oracle_sparse import (
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import make_optimizer
+from kge_torchrec.embeddings.row_gradients import TableRows
 
 # The formulas
 
@@ -42,39 +42,32 @@ def steps_of(preset, *args, **keys):
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_twenty_steps_of_a_preset_match_its_formula(preset, name):
-    changes = {} if preset == "fbgemm" else {"weight_decay": 0.0}  # the others have none
-    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    optimizer = make_optimizer(**optimizer_settings(name))
     compare_with_formulas(optimizer, preset, steps_of(preset))
 
 
-@pytest.mark.parametrize("name", ["adam", "adagrad"])
-def test_gradients_without_counts_are_of_one_place_each(name):
-    optimizer = TableOptimizer(**optimizer_settings(name, weight_decay=0.0))
-    compare_with_formulas(optimizer, "dgl", [batch[:2] for batch in batches()])
-
-
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(("preset", "name"), [entry for entry in PRESETS if entry[1] in ADAMS])
-def test_presets_match_with_usual_betas(preset, name, fused):
+def test_presets_match_with_usual_betas(preset, name, kernel):
     """1 - 0.999 differs in the fifth digit between float32 and float64; seen in small moments."""
-    optimizer = TableOptimizer(name, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
-    changes = {"fused": fused} if preset == "fbgemm" else {}
+    optimizer = make_optimizer(name, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8)
+    changes = {} if kernel else {"kernel": None}
     steps = [(ids, grad.abs() + 0.1, *places) for ids, grad, *places in steps_of(preset)]
     compare_with_formulas(optimizer, preset, steps, atol=1e-7, **changes)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_operations_match_the_kernel_formula(name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
-    compare_with_formulas(optimizer, "fbgemm", steps_of("fbgemm"), fused=False)
+    optimizer = make_optimizer(**optimizer_settings(name))
+    compare_with_formulas(optimizer, "fbgemm", steps_of("fbgemm"), kernel=None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_operations_match_the_kernel(name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     kernel = sparse(new_values(), optimizer, "fbgemm")
-    operations = sparse(new_values(), optimizer, "fbgemm", fused=False)
-    assert kernel.fused
+    operations = sparse(new_values(), optimizer, "fbgemm", kernel=None)
+    assert kernel.kernel == name and operations.kernel is None
     train(kernel, steps_of("fbgemm"))
     train(operations, steps_of("fbgemm"))
     torch.testing.assert_close(operations.rows, kernel.rows, rtol=1e-6, atol=1e-6)
@@ -93,14 +86,14 @@ def test_torch_operations_match_the_kernel(name):
 def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
     preset, name = case
     random = torch.Generator().manual_seed(seed)
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     values = torch.randn(rows, dim, generator=random)
     made = exact(sparse(values, optimizer, preset))
     formulas = Formulas(values, optimizer, preset)
     for ids in lists:
         ids = torch.tensor([row % rows for row in ids], dtype=torch.int64)
         grad = torch.randn(len(ids), dim, generator=random)
-        take_step(made, ids, grad)
+        take_step(made, ids, grad, torch.ones_like(ids) if preset == "dgl" else None)
         formulas.step(ids, grad)
     # Sums that nearly cancel lose digits, and the Adams do not care how small a gradient is.
     assert_equal_formulas(made, formulas, rtol=1e-5, atol=1e-5)
@@ -108,7 +101,7 @@ def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
 
 def test_dicee_preset_matches_torch_sparse_adam():
     weights = torch.nn.Parameter(new_values(40, 8))
-    optimizer = TableOptimizer("adam", lr=0.05, betas=(0.8, 0.95))
+    optimizer = make_optimizer("adam", lr=0.05, beta1=0.8, beta2=0.95)
     made = exact(sparse(weights.detach(), optimizer, "dicee"))
     theirs = torch.optim.SparseAdam([weights], lr=0.05, betas=(0.8, 0.95), eps=1e-8)
     for ids, grad, _ in batches(40, 8, count=60):
@@ -130,7 +123,7 @@ def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def test_dicee_bfloat16_moments_match_bitwise():
-    optimizer = TableOptimizer("adam", lr=0.05)
+    optimizer = make_optimizer("adam", lr=0.05)
     made = sparse(new_values(), optimizer, "dicee")
     weights = new_values().double().numpy()
     m, v = np.zeros((2, *weights.shape), np.float32)
@@ -165,9 +158,9 @@ def test_dicee_bfloat16_moments_match_bitwise():
 @settings(max_examples=30, deadline=None)
 def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
     preset, name = case
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     tables = [
-        sparse(new_values(50, dim), optimizer, preset, fused=False, **changes)
+        sparse(new_values(50, dim), optimizer, preset, kernel=None, **changes)
         for changes in ({}, {"chunk_rows": chunk_rows})
     ]
     for ids, grad, *places in steps_of(preset, 50, dim, count=40, steps=4):
@@ -181,7 +174,7 @@ def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
 
 def test_row_corrections_do_not_depend_on_chunks():
     tables = [
-        sparse(torch.zeros(3000, 1), TableOptimizer("adam"), "dgl", **changes)
+        sparse(torch.zeros(3000, 1), make_optimizer("adam"), "dgl", **changes)
         for changes in ({}, {"chunk_rows": 3})
     ]
     for table in tables:
@@ -192,7 +185,7 @@ def test_row_corrections_do_not_depend_on_chunks():
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_distinct_flag_does_not_change_results(preset, name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
+    optimizer = make_optimizer(**optimizer_settings(name))
     tables = [sparse(new_values(50), optimizer, preset) for _ in range(2)]
     ids = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:15]
     for _, grad, *places in steps_of(preset):
@@ -210,7 +203,7 @@ def test_results_do_not_depend_on_threads(preset, name):
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            optimizer = TableOptimizer(**optimizer_settings(name))
+            optimizer = make_optimizer(**optimizer_settings(name))
             tables.append(train(sparse(new_values(3000, 64), optimizer, preset), steps))
     finally:
         torch.set_num_threads(before)
@@ -220,7 +213,7 @@ def test_results_do_not_depend_on_threads(preset, name):
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_steps_and_states_suffice_to_resume(preset, name):
-    optimizer, steps = TableOptimizer(**optimizer_settings(name)), steps_of(preset)
+    optimizer, steps = make_optimizer(**optimizer_settings(name)), steps_of(preset)
     straight = train(sparse(new_values(), optimizer, preset), steps)
     first = train(sparse(new_values(), optimizer, preset), steps[:9])
     resumed = sparse(first.rows, optimizer, preset, steps=first.steps)
@@ -234,7 +227,7 @@ def test_steps_and_states_suffice_to_resume(preset, name):
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_rows_without_gradient_do_not_change(preset, name):
-    made = sparse(new_values(20), TableOptimizer(**optimizer_settings(name)), preset)
+    made = sparse(new_values(20), make_optimizer(**optimizer_settings(name)), preset)
     for state in made.states.values():
         state.copy_(torch.arange(state.numel()).view_as(state) / 7)
     states = {key: state.clone() for key, state in made.states.items()}
@@ -248,7 +241,7 @@ def test_rows_without_gradient_do_not_change(preset, name):
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_step_without_gradients_is_only_counted(preset, name, rows):
-    made = sparse(new_values(rows), TableOptimizer(**optimizer_settings(name)), preset)
+    made = sparse(new_values(rows), make_optimizer(**optimizer_settings(name)), preset)
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 5), torch.empty(0).long()
     train(made, [nothing, nothing[:2], (*nothing, True)])
     assert made.steps == (0 if preset == "dicee" else 3)
@@ -258,17 +251,17 @@ def test_step_without_gradients_is_only_counted(preset, name, rows):
 
 def test_table_views_are_updated_in_place():
     table = torch.nn.Parameter(new_values(9))
-    made = SparseOptimizer(TableOptimizer("sgd", lr=1.0), "fbgemm", table.data[3:6])
+    made = TableRows(make_optimizer("sgd", lr=1.0), table.data[3:6])
     take_step(made, torch.tensor([1]), torch.ones(1, 5))
     assert torch.equal(table[4], new_values(9)[4] - 1)
-    parameter = SparseOptimizer(TableOptimizer(), "dgl", table)
+    parameter = TableRows(make_optimizer("adam", preset="dgl"), table)
     take_step(parameter, torch.tensor([8]), torch.ones(1, 5))
     assert torch.allclose(table[8], new_values(9)[8] - 0.01, atol=1e-6)
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_current_learning_rate_is_used(preset, name):
-    made = sparse(new_values(), TableOptimizer(name, lr=0.05), preset, lr=0.0)
+    made = sparse(new_values(), make_optimizer(name, lr=0.05), preset, lr=0.0)
     train(made, steps_of(preset, steps=2))
     assert torch.equal(made.rows, new_values())
     made.lr = 0.5
@@ -281,7 +274,7 @@ def test_current_learning_rate_is_used(preset, name):
 )
 def test_first_step_of_a_late_row(preset, steps, expected):
     """In units of the learning rate; counting by rows gives a late row the step of an early one."""
-    made = sparse(torch.zeros(2, 4), TableOptimizer("adam", lr=0.01), preset)
+    made = sparse(torch.zeros(2, 4), make_optimizer("adam", lr=0.01), preset)
     first = torch.tensor([0]), torch.ones(1, 4)
     train(made, [first] * min(steps, 50))
     made.steps = steps
@@ -295,8 +288,8 @@ def test_first_step_of_a_late_row(preset, steps, expected):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
 def test_gpu_matches_cpu(preset, name):
-    optimizer = TableOptimizer(**optimizer_settings(name))
-    ours = sparse(new_values(), optimizer, preset, fused=False)
+    optimizer = make_optimizer(**optimizer_settings(name))
+    ours = sparse(new_values(), optimizer, preset, kernel=None)
     theirs = sparse(new_values().cuda(), optimizer, preset)
     for batch in steps_of(preset):
         take_step(ours, *batch)
