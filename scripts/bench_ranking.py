@@ -23,7 +23,8 @@ from floor import rank, read_graph
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.environment import peak_resident_bytes
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.ranking.exact import rank_triples
 
 DIM = 256
@@ -66,7 +67,7 @@ def main() -> None:
 def ranking(splits: dict[str, np.ndarray], entities: int, relations: int):
     """Return the function to time: it ranks all test triples with random parameters."""
     torch.manual_seed(0)
-    scorer = SCORERS["complex"](relations, DIM)
+    scorer = ComplEx(relations, DIM)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter)
     shard = EntityShard(torch.randn(entities, DIM), 0, entities)

@@ -33,19 +33,21 @@ def convolve(image, parameters, name, padding):
 
 
 def conve(scorer, parameters, h, r, t):
-    image = np.concatenate([h, r]).reshape(2 * scorer.height, scorer.width)
+    image = np.concatenate([h, r]).reshape(scorer.shape)
     image = layer_norm(image[None], parameters, "image_norm")[0]
-    maps = convolve(image, parameters, "convolution", 0)
-    flat = relu(layer_norm(maps, parameters, "map_norm")).reshape(-1)
-    out = parameters["linear.weight"] @ flat + parameters["linear.bias"]
-    return np.dot(relu(layer_norm(out, parameters, "query_norm")), t)
+    return np.dot(convolved_image(parameters, image, 0), t)
 
 
 def convolved(parameters, size, h, r):
     """conv(h, r): components one below the other, those of h first."""
     image = np.concatenate([h.reshape(-1, size).T, r.reshape(-1, size).T])
+    return convolved_image(
+        parameters, image, parameters["convolution.convolution.weight"].shape[-1] // 2
+    )
+
+
+def convolved_image(parameters, image, padding):
     own = {k.removeprefix("convolution."): v for k, v in parameters.items()}
-    padding = own["convolution.weight"].shape[-1] // 2
     maps = relu(layer_norm(convolve(image, own, "convolution", padding), own, "map_norm"))
     out = own["linear.weight"] @ maps.reshape(-1) + own["linear.bias"]
     return relu(layer_norm(out, own, "output_norm"))

@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 import torch.distributed as dist
+from scorer_cases import SCORERS
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.comparisons import Comparison
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.models.scorers.base import Scorer
 
 # Those whose scores are a matrix product, distances and blocks of distances; that the others'

@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from scorer_cases import RELATIONS
+from scorer_cases import RELATIONS, SCORERS
 
 from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.regularizers import L2, Regularizers
-from kge_torchrec.models.scorers import SCORERS
 
 ENTITIES = 11
 CPU = torch.device("cpu")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kge_torchrec.config.registry import resolve
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.config.registry import KINDS, resolve
+from kge_torchrec.models.scorers import SIDES
 
+SCORERS = {name: resolve("scorer", name) for name in KINDS["scorer"].ours}
 RELATIONS = 3
 SMALL_MAPS = {"channels": 2, "kernel_size": 3}
 # Every scorer, some with several options: (scorer, dim, options).

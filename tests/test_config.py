@@ -262,7 +262,7 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
     ({"model.scorer": "conex", "model.options.kernel_size": 4},
      "model.options.kernel_size must be odd for conex, got 4"),
     ({"model.scorer": "conve", "model.dim": 128, "model.options.height": 5},
-     "model.dim must be a multiple of 5 for conve (its image has model.options.height rows)"),
+     "model.dim must be a multiple of 5 for conve with these model.options"),
     ({"model.scorer": "conve", "model.dim": 7},
      "model.options.kernel_size 3 does not fit the image of conve, 2 x 7 for model.dim 7"),
     ({"model.scorer": "convq", "model.reciprocal": False},

@@ -64,7 +64,10 @@ class EntitySimilarity(nn.Module):
 
 def metric_of(scorer: Scorer) -> str:
     """Return the key of ``MEANINGS`` that fits a scorer."""
-    return scorer.entity_metric or ("euclidean" if scorer.is_distance else "cosine")
+    if not scorer.is_distance:
+        return "cosine"
+    kind = getattr(scorer.comparison, "kind", "euclidean").removeprefix("scaled_")
+    return kind if kind in MEANINGS else "euclidean"
 
 
 def nearest_entities(model: TrainedModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:

@@ -173,7 +173,7 @@ class ModelConfig:
                 "leave it out"
             )
         of_biases = 2 * (self.biases or scorer.has_biases)
-        dim = scorer.multiple(options)[0] * 64 + of_biases if self.dim is None else self.dim
+        dim = scorer.multiple_of(options) * 64 + of_biases if self.dim is None else self.dim
         scorer.check_row(dim, self.reciprocal, options, self.biases)
 
     def scorer_options(self) -> dict[str, Any]:

@@ -174,11 +174,11 @@ def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
     """Return the dim of the size, rounded up for the scorer; smaller if relations are matrices."""
     dim = _DIM[config.size] // (2 if graph.entities > _MANY else 1)
     options = parse_options(scorer, config.model.options, "model.options")
-    multiple = math.lcm(4, scorer.multiple(options)[0])  # FBGEMM's rows are whole 16 bytes on GPUs
+    multiple = math.lcm(4, scorer.multiple_of(options))  # FBGEMM's rows are whole 16 bytes on GPUs
     dim += -dim % multiple
     while scorer.relation_dim(dim, options) > 16 * dim and dim >= 2 * max(64, multiple):
         dim = dim // 2 + -(dim // 2) % multiple
-    return dim if not config.model.biases else _with_biases(dim, scorer.multiple(options)[0])
+    return dim if not config.model.biases else _with_biases(dim, scorer.multiple_of(options))
 
 
 def _with_biases(dim: int, multiple: int) -> int:

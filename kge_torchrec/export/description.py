@@ -183,7 +183,7 @@ def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
 
 def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
     """Describe an entity row by the scorer's docstring; D there excludes the biases."""
-    text = " ".join((inspect.getdoc(scorer) or "").split("Raises ")[0].split())
+    text = " ".join((inspect.getdoc(scorer) or "").split())
     return f"{text} D is {model.dim - BIASES}." if model.biases or scorer.has_biases else text
 
 

@@ -33,7 +33,7 @@ SMOOTHINGS = ("standard", "libkge")
 class Loss(nn.Module):
     """The loss of a query, a function of the scores of its answers and of candidates.
 
-    The fields of ``Options`` are passed to the constructor by name.
+    The constructor takes the fields of ``Options`` and keeps them as ``options``.
     """
 
     @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Loss(nn.Module):
         """Options of this loss: ``loss.options`` of the config."""
 
     needs_answers = False  # whether every query must have an answer
+
+    def __init__(self, *values: Any, **options: Any):
+        super().__init__()
+        self.options: Any = self.Options(*values, **options)  # typed Any: each loss has its own
 
     def forward(
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
@@ -71,10 +75,7 @@ class Loss(nn.Module):
 def of_answers(values: Tensor, query: Tensor | None, queries: int) -> Tensor:
     """Sum a value of each answer over the answers of each query: (M,) -> (Q,).
 
-    Args:
-        values: (M,).
-        query: (M,) int64, the query of each answer; None: one answer each.
-        queries: Q.
+    ``query`` is that of ``Loss.forward`` and ``queries`` is Q.
     """
     return values if query is None else values.new_zeros(queries).index_add(0, query, values)
 
@@ -119,15 +120,7 @@ def _check_smoothing(smoothing: str, label_smoothing: float) -> None:
         )
 
 
-class _BuiltIn(Loss):
-    """A loss that keeps its ``Options``."""
-
-    def __init__(self, *values: Any, **options: Any):
-        super().__init__()
-        self.options: Any = self.Options(*values, **options)  # typed Any: each loss has its own
-
-
-class SoftmaxLoss(_BuiltIn):
+class SoftmaxLoss(Loss):
     """Cross-entropy of all candidates against the uniform distribution over a query's answers.
 
     With one answer it is that of Lacroix et al. (2018). Label smoothing moves a share of the
@@ -184,11 +177,8 @@ class SoftmaxLoss(_BuiltIn):
         return SoftmaxOverAll(num_entities, options.label_smoothing, options.smoothing)
 
 
-class BinaryCrossEntropyLoss(_BuiltIn):
-    """Logistic loss of the answers (target 1) and the candidates (target 0), equally weighted.
-
-    ``reduction`` is "sum" (LibKGE's bce) or "mean" over the answers and the candidates.
-    """
+class BinaryCrossEntropyLoss(Loss):
+    """Logistic loss of the answers (target 1) and the candidates (target 0), equally weighted."""
 
     @dataclass(frozen=True)
     class Options:
@@ -228,7 +218,7 @@ class BinaryCrossEntropyLoss(_BuiltIn):
         return BinaryCrossEntropyOverAll(num_entities, **asdict(self.options))
 
 
-class MarginLoss(_BuiltIn):
+class MarginLoss(Loss):
     """Margin ranking (Bordes et al. 2013): mean over candidates of max(0, margin - pos + neg)."""
 
     @dataclass(frozen=True)
@@ -263,7 +253,7 @@ class BPRLoss(Loss):
         return _masked_mean(softplus(negative - positive[:, None]), mask)
 
 
-class SelfAdversarialLoss(_BuiltIn):
+class SelfAdversarialLoss(Loss):
     """Self-adversarial negative sampling (Sun et al. 2019).
 
     The loss is the mean of -log sigmoid(margin + pos) and of the weighted sum over candidates of

@@ -1,29 +1,36 @@
 """A knowledge-graph model: entity lookup, scorer and loss, down to one scalar.
 
-This file has what training types share, such as relation prediction as an auxiliary objective
-(Chen et al. 2021). ``triple_objective`` and ``query_objective`` are the objectives for sampled
-candidates. Training against all entities splits its objective over blocks and ranks, and has no
-forward.
+``TripleObjective`` trains triples against sampled candidates, ``QueryObjective`` queries with any
+number of answers against sampled entities. Training against all entities splits its objective over
+blocks and ranks (``training.full_candidates``), and has no forward.
 
-Shapes: U unique entities of the batch, D elements per entity row, C chunks, b triples per chunk, R
-relation rows (inverses included).
+Shapes: U unique entities of the batch, D elements per entity row, C chunks, b triples per chunk, K
+candidates per chunk and side, R relation rows (inverses included); q queries and m answers of one
+side.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.data import ENTITY
+from kge_torchrec.kernels.side_rows import Gather, SideRows, read_rows, summed_weights
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.losses import Loss, hardest
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.batches.queries import QuerySample
+    from kge_torchrec.data.batches.triples import Batch
 
 
 def at_least_float32(scores: Tensor) -> Tensor:
@@ -82,11 +89,6 @@ class Objective(nn.Module):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.regularizers = regularizers or Regularizers()
-        self.penalizes = bool(
-            self.regularizers.on_relations
-            or self.regularizers.on_entities
-            or self.regularizers.on_triples
-        )
         self.relation_weight, self.precision = relation_weight, precision
         self.hardest = hardest
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
@@ -131,6 +133,164 @@ def relation_prediction(
     # A GPU takes many times as long for a softmax over any dimension but the last of two.
     losses = cross_entropy(scores.flatten(0, -2), answer.flatten(), reduction="none")
     return losses.view(answer.shape)
+
+
+class TripleObjective(Objective):
+    """Mean over the batch's triples and sides of the loss, plus regularizers."""
+
+    _compiles = False
+
+    def compile_parts(self) -> None:
+        """Compile scorer, loss and entity penalties. The lookup of rows is not compiled."""
+        self._compiles = True
+        for owner, part in ((self, "_loss_of_side"), (self.regularizers, "of_entities")):
+            setattr(owner, part, torch.compile(getattr(owner, part)))
+
+    def forward(self, rows: Tensor, batch: Batch) -> Tensor:
+        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
+        relation, weight = batch.relation, batch.weight  # (C, b)
+        if relation.numel() == 0:
+            return self.nothing(rows)
+        if batch.bags is not None:
+            rows = batch.bags.composed(rows)
+        regularizers, drops = self.regularizers, self.entity_dropout.p > 0
+        # Whether anything but an encoded query reads the rows of anchors and targets.
+        others = bool(regularizers.on_triples) or self.relation_weight > 0
+        heads, tails, *drawn = batch.entities.split(batch.sizes)
+        ends = {"head": heads.view_as(relation), "tail": tails.view_as(relation)}
+        candidates: dict[str, Tensor] = {
+            side: x.view(len(relation), -1) for side, x in zip(self.sides, drawn, strict=True)
+        }
+        penalized = weight if regularizers.on_entities else None
+        gathers = others or self._compiles or drops
+        sides, end_rows, end_weight = read_rows(
+            self.scorer, rows, batch, ends, candidates, penalized, gathers, drops
+        )
+        expected = [None] * len(drawn)
+        if batch.log_expected.numel():
+            counts = batch.log_expected.split(batch.sizes[2:])
+            expected = [x.view(len(relation), -1) for x in counts]
+        losses = []
+        for side, log_expected in zip(self.sides, expected, strict=True):
+            # A drawn entity that is the answer itself is not a negative.
+            mask = candidates[side][:, None] != ends[side][..., None]  # (C, b, K)
+            known = batch.known_tail if side == "tail" else batch.known_head
+            if known.numel():
+                mask &= ~known
+            inputs = relation, weight, mask, log_expected
+            losses.append(self._loss_of_side(side, sides[side], *inputs))
+        total = torch.stack(losses).sum() / len(self.sides)
+        if end_weight is not None:  # the same on every side
+            penalty = sum([regularizers.of_entities(self.scorer, x) for x in end_rows])
+            total = total + (penalty * end_weight).sum()
+        if regularizers.on_relations:  # the mean over triples and sides
+            ids, shares = relation.flatten(), weight.flatten()
+            if ids.device.type == "cpu":  # a GPU would wait to return the number of ids
+                ids, shares = summed_weights(ids, shares, self.scorer.relation_rows)
+            penalties = [regularizers.of_relations(self.scorer, ids, side) for side in self.sides]
+            total = total + (torch.stack(penalties).mean(0) * shares).sum()
+        return total
+
+    def _loss_of_side(
+        self,
+        side: Side,
+        rows: SideRows,
+        relation: Tensor,
+        weight: Tensor,
+        mask: Tensor,
+        log_expected: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum of the losses of the queries of one side.
+
+        Args:
+            side: The end that targets and candidates are.
+            rows: The entity rows of the side.
+            relation: (C, b) int64 relation ids.
+            weight: (C, b) weights of the queries.
+            mask: (C, b, K) bool, true for negatives.
+            log_expected: (C, K) subtracted from the candidates' scores, or None. The sum of their
+                exponentials is then an unbiased estimate of the sum over all entities (sampled
+                softmax as importance sampling, Bengio and Senecal 2008).
+        """
+        scorer = self.scorer
+        with self.autocast(weight.device):
+            anchor, target, candidates, *_ = rows
+            if rows.encoded is not None:
+                query, positive = rows.encoded  # (C, b, D), (C, b)
+            else:
+                if self.entity_dropout.p:
+                    anchor, target, candidates = map(self.entity_dropout, rows[:3])
+                query = scorer.encode(anchor, relation, side)  # (C, b)
+                positive = scorer.pairs(query, target)  # (C, b)
+            negative = scorer.matrix(query, candidates, rows.positions, exact=False)  # (C, b, K)
+        if self.precision != torch.float32:
+            positive, negative = at_least_float32(positive), at_least_float32(negative)
+        if log_expected is not None:
+            negative = negative - log_expected[:, None]
+        negative, mask = negative.flatten(0, 1), mask.flatten(0, 1)  # (Q, K), Q = C b
+        if self.hardest:
+            negative, mask = hardest(negative, mask, self.hardest)
+        loss = self.loss(positive.flatten(), None, negative, mask).view_as(weight)
+        if self.relation_weight:
+            with self.autocast(weight.device):
+                predicted = relation_prediction(scorer, anchor, relation, target, side)
+            loss = loss + self.relation_weight * predicted
+        if self.regularizers.on_triples:
+            triples = rows.anchor, relation, rows.target, side
+            loss = loss + self.regularizers.of_triples(scorer, *triples)
+        return (loss * weight).sum()
+
+
+class QueryObjective(Objective):
+    """Mean over the batch's queries of a loss over their answers, plus regularizers.
+
+    The penalties of a query's answers are averaged, as if each query were one triple.
+    """
+
+    def forward(self, rows: Tensor, batch: QuerySample) -> Tensor:
+        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
+        if batch.relation.numel() == 0:
+            return self.nothing(rows)
+        if batch.bags is not None:
+            rows = batch.bags.composed(rows)
+        sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
+        taken = (
+            Gather.apply(rows, batch.entities, sizes) if batch.deduplicated else rows.split(sizes)
+        )
+        count, losses = len(self.sides), []
+        parts = zip(
+            self.sides,
+            taken[:count],
+            batch.relation.split(batch.queries),
+            taken[count : 2 * count],
+            batch.query.split(batch.answers),
+            taken[2 * count :],
+            batch.known.split(batch.queries),
+            strict=True,
+        )
+        for side, anchor, relation, answer, query, sampled, known in parts:
+            if relation.numel() == 0:
+                losses.append(self.nothing(sampled))
+                continue
+            with self.autocast(rows.device):
+                x, y, candidates = (self.entity_dropout(x) for x in (anchor, answer, sampled))
+                encoded = self.scorer.encode(x[None], relation[None], side)  # (1, q)
+                for_each_answer = partial(torch.index_select, dim=1, index=query)
+                each = tree_map_only(Tensor, for_each_answer, encoded)
+                positive = at_least_float32(self.scorer.pairs(each, y[None])[0])  # (m,)
+                negative = self.scorer.matrix(encoded, candidates[None], exact=False)[0]  # (q, K)
+                negative = at_least_float32(negative)
+            loss = self.loss(positive, query, negative, ~known).sum()
+            if self.regularizers:
+                # bincount would wait for the GPU to return the largest value.
+                counts = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
+                share = 1 / counts.index_select(0, query)
+                penalties = self.regularizers
+                loss = loss + penalties.of_entities(self.scorer, anchor).sum()
+                loss = loss + penalties.of_relations(self.scorer, relation, side).sum()
+                loss = loss + (penalties.of_entities(self.scorer, answer) * share).sum()
+            losses.append(loss)
+        return sum(losses) * batch.weight
 
 
 class KGEModel(nn.Module):

@@ -29,8 +29,9 @@ from torch import Tensor
 from kge_torchrec.kernels import operators
 
 KEPT_BYTES = 256 << 20  # scores of a step up to this size are always kept, not recomputed
-CPU_BLOCK_BYTES = 31 << 20  # glibc returns freed blocks of 32 MiB or more to the kernel
-CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
+# Scores of a block: glibc returns freed blocks of 32 MiB or more to the kernel, and a GPU needs
+# enough work per kernel launch.
+BLOCK_BYTES = {"cpu": 31 << 20, "cuda": 256 << 20}
 
 
 class BlockAnswers(NamedTuple):
@@ -103,15 +104,25 @@ def low_target(label_smoothing: float, smoothing: str, candidates: Tensor | int)
 
 
 class _BuiltIn(OverAll):
-    """The common formula of the built-in losses."""
+    """The common formula of the built-in losses.
 
-    factor = 1.0  # multiplies the whole loss
+    Args:
+        num_entities: N.
+        label_smoothing: e in [0, 1).
+        smoothing: "standard" or "libkge".
+        reduction: "sum", or "mean" for 1 / N of the loss.
+    """
 
     def __init__(
-        self, num_entities: int, label_smoothing: float = 0.0, smoothing: str = "standard"
+        self,
+        num_entities: int,
+        label_smoothing: float = 0.0,
+        smoothing: str = "standard",
+        reduction: str = "sum",
     ):
         self.num_entities = num_entities
         self.label_smoothing, self.smoothing = label_smoothing, smoothing
+        self.factor = 1.0 if reduction == "sum" else 1 / num_entities
 
     def accepts(self, scores: Tensor) -> bool:
         has_kernel = operators.IMPLEMENTATION["full_scores"](scores) != "torch"
@@ -162,11 +173,6 @@ class SoftmaxOverAll(_BuiltIn):
 
     With one answer this is the full softmax of Lacroix et al. (2018). Every query must have an
     answer.
-
-    Args:
-        num_entities: N.
-        label_smoothing: e in [0, 1).
-        smoothing: "standard" or "libkge".
     """
 
     normalizes = True
@@ -186,38 +192,19 @@ class SoftmaxOverAll(_BuiltIn):
 class BinaryCrossEntropyOverAll(_BuiltIn):
     """Logistic loss of every entity with equal weights; a query may have no answer.
 
-    Args:
-        num_entities: N.
-        label_smoothing: e in [0, 1).
-        reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
-        smoothing: "standard" or "libkge".
+    The sum over the entities is LibKGE's bce, the mean that of ConvE.
     """
-
-    def __init__(
-        self,
-        num_entities: int,
-        label_smoothing: float = 0.0,
-        reduction: str = "sum",
-        smoothing: str = "standard",
-    ):
-        super().__init__(num_entities, label_smoothing, smoothing)
-        self.factor = 1.0 if reduction == "sum" else 1 / num_entities
 
     def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
         low = low_target(self.label_smoothing, self.smoothing, self.num_entities)
         return torch.full_like(answers.share, 1 - self.label_smoothing), low
 
 
-def block_bytes_of(device: str) -> int:
-    """Return the bytes of scores per block on a kind of device, "cpu" or "cuda"."""
-    return CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
-
-
 def kept_bytes(free: int, rows: int, dim: int) -> int:
-    """Return the size up to which a rank keeps scores, at least ``KEPT_BYTES``.
+    """Return the size of scores up to which a rank computes them once, at least ``KEPT_BYTES``.
 
-    Kept scores and the gradients of all rows take at most a quarter of the free memory. Autograd
-    and autocast may hold each score two more times.
+    Scores that stay in memory between forward and backward and the gradients of all rows take at
+    most a quarter of the free memory. Autograd and autocast may hold each score two more times.
 
     Args:
         free: Free bytes of the GPU beside the table; 0 on a CPU.
@@ -227,18 +214,6 @@ def kept_bytes(free: int, rows: int, dim: int) -> int:
     return max(KEPT_BYTES, free // 4 - 4 * rows * dim)
 
 
-def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:
-    """Return whether the float32 scores of all rows and queries fit in ``kept_bytes``.
-
-    If so they stay in memory between forward and backward and are computed once.
-    """
-    return 4 * rows * queries <= kept_bytes
-
-
-def row_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:
-    """Split the rows of a rank into blocks of at most ``block_bytes`` of scores, or of one row.
-
-    Training against all entities and its plan use the same blocks.
-    """
-    height = max(1, block_bytes // (4 * max(1, queries)))
-    return [range(i, min(i + height, rows)) for i in range(0, rows, height)]
+def block_height(queries: int, block_bytes: int) -> int:
+    """Return the rows of a block of at most ``block_bytes`` of float32 scores; at least one row."""
+    return max(1, block_bytes // (4 * max(1, queries)))

@@ -7,10 +7,9 @@
     IVR   Xiao and Cao 2024           norms of all intermediate variables of the score
 
 The first three penalize each row on its own; for complex numbers |x| is the modulus. DURA and IVR
-penalize a triple. DURA uses the scorer's query q and its adjoint q', so that
-<q(h, r), t> = <q'(t, r), h>.
+penalize a triple.
 
-Shapes: D elements per entity row, W elements per relation row.
+Shapes: D elements per row, of an entity or a relation.
 """
 
 from __future__ import annotations
@@ -57,14 +56,11 @@ class Regularizer:
         self.weight = weight
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """Return the penalty of each row.
+        """Return the penalty of each row: (..., D) -> (...).
 
         Args:
             rows: (..., D).
             is_complex: Whether the rows hold D/2 complex numbers, (re, im, re, ...).
-
-        Returns:
-            (...).
         """
         raise NotImplementedError
 
@@ -75,14 +71,15 @@ class N3(Regularizer):
     p = 3.0
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
+        if self.p == 2:  # squares of moduli are sums of squares
+            return rows.square().sum(-1)
         return _Powers.apply(rows, self.p) if is_complex else rows.abs().pow(self.p).sum(-1)
 
 
-class L2(Regularizer):
+class L2(N3):
     """Sum of squares."""
 
-    def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        return rows.square().sum(-1)
+    p = 2.0
 
 
 class Lp(N3):
@@ -159,7 +156,7 @@ class TripleRegularizer(Regularizer):
     def penalty_of_triples(
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        """Return the penalty of each triple.
+        """Return the penalty (...) of each triple.
 
         Args:
             scorer: The scorer.
@@ -167,9 +164,6 @@ class TripleRegularizer(Regularizer):
             relation: (...) int64 relation ids.
             answer: (..., D) entity rows as stored.
             side: The end that the answer is.
-
-        Returns:
-            (...).
         """
         raise NotImplementedError
 
@@ -178,7 +172,8 @@ class DURA(TripleRegularizer):
     """Duality-induced regularization (Zhang, Cai and Wang 2020): treats the score as a distance.
 
     |q - t|^2 consists of |q|^2 + |t|^2, which this penalizes, and the score <q, t>. The same holds
-    for the adjoint query q' and h. Supports scorers that are linear in head and tail.
+    for h and the adjoint query q', <q(h, r), t> = <q'(t, r), h>. Supports scorers that are linear
+    in head and tail.
     """
 
     @classmethod
@@ -202,23 +197,16 @@ class DURA(TripleRegularizer):
 class IVR(TripleRegularizer):
     """Intermediate variables regularization (Xiao and Cao, NeurIPS 2024, arXiv 2506.02749).
 
-    A score is a sum over parts d of W x_1 h_d x_2 r_d x_3 t_d, with one core tensor W (P, P, P) for
-    all parts of P elements. The penalty of a triple is the sum over the parts of
+    The penalty of a triple is the sum over the parts of its rows, which are numbers whose lengths
+    are multiplicative (DistMult: real, ComplEx: complex, QMult: quaternion), of
 
-        lambda1 (|h|^a + |r|^a + |t|^a)
-      + lambda2 (|h r|^a + |r t|^a + |t h|^a)            |x y| = |x| |y|
-      + lambda1 (|W x_1 h|^a + |W x_2 r|^a + |W x_3 t|^a) / P^(a / 2)
-      + lambda2 (|W x_1 h x_2 r|^a + |W x_2 r x_3 t|^a + |W x_3 t x_1 h|^a)
+        2 lambda1 (|h|^a + |r|^a + |t|^a) + 2 lambda2 (|h|^a |r|^a + |r|^a |t|^a + |t|^a |h|^a)
 
-    with Euclidean norms. The formula, with the division by P, is that of the authors' code
-    (github.com/changyi7231/IVR). A part is a number whose length is multiplicative (DistMult: real,
-    ComplEx: complex, QMult: quaternion), so the third line equals the first and the fourth equals
-    the second.
-
-    The authors' code has a weight per line, and their table of settings lists two weights. That the
-    third line has the weight of the first, and the fourth that of the second, is inferred: the
-    division by P gives the third line the scale of the first, and the sum for WN18RR, with a = 3,
-    is the weight of N3 there.
+    The authors' code (github.com/changyi7231/IVR) adds norms of products with the core tensor W of
+    the score, such as |W x_1 h|^a / P^(a / 2) for parts of P elements and |W x_1 h x_2 r|^a. For
+    such numbers they equal the norms without W, hence the factor 2. Their code has four weights
+    and their table of settings two. That norms with and without W share a weight is inferred: the
+    sum for WN18RR, with a = 3, is the weight of N3 there.
     """
 
     @dataclass(frozen=True)
@@ -258,21 +246,14 @@ class IVR(TripleRegularizer):
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
         relation_rows = scorer.relation(scorer.direct(relation, side)[0], drop=False)
-        rows = scorer.vectors(anchor), relation_rows, scorer.vectors(answer)
-        x, y, z = (self._power(squared_parts(part, scorer.part_size)) for part in rows)
-        # Twice: the lines with the core equal those without.
+        powers = []
+        for rows in (scorer.vectors(anchor), relation_rows, scorer.vectors(answer)):
+            parts = rows.unflatten(-1, (-1, scorer.part_size)).unbind(-1)
+            # The gradient at 0 is 0: an exponent below 0 would make it nan.
+            powers.append((sum(part.square() for part in parts) + 1e-30).pow(self.alpha / 2))
+        x, y, z = powers
         total = 2 * self.lambda1 * (x + y + z) + 2 * self.lambda2 * (x * y + y * z + z * x)
         return total.sum(-1)
-
-    def _power(self, squares: Tensor) -> Tensor:
-        """Map squared norms to norms to the power of alpha."""
-        # The gradient at 0 is 0: an exponent below 0 would make it nan.
-        return (squares + 1e-30).pow(self.alpha / 2)
-
-
-def squared_parts(rows: Tensor, size: int) -> Tensor:
-    """Return the squared norms of the parts of rows: (..., D) -> (..., D / size)."""
-    return sum(part.square() for part in rows.unflatten(-1, (-1, size)).unbind(-1))
 
 
 class Regularizers:
@@ -281,22 +262,23 @@ class Regularizers:
     Attributes:
         on_entities: Those of entity rows, with their weights.
         on_relations: Those of relation rows, with their weights.
-        on_triples: Those of whole triples.
+        on_triples: Those of whole triples, with their weights.
     """
 
     def __init__(self, n3: float = 0.0, others: Iterable[Regularizer] = ()):
-        self.n3, self.others = n3, list(others)
-        penalties = [N3(n3), *self.others]
-        of_rows = [part for part in penalties if not part.takes_triples]
-        self.on_entities = [(part.weight, part) for part in of_rows if part.weight]
-        each = [
-            (part.weight if part.relation_weight is None else part.relation_weight, part)
-            for part in of_rows
-        ]
-        self.on_relations = [(weight, part) for weight, part in each if weight]
-        self.on_triples = [
-            part for part in penalties if isinstance(part, TripleRegularizer) and part.weight
-        ]
+        self.on_entities: list[tuple[float, Regularizer]] = []
+        self.on_relations: list[tuple[float, Regularizer]] = []
+        self.on_triples: list[tuple[float, TripleRegularizer]] = []
+        for part in (N3(n3), *others):
+            own = part.weight if part.relation_weight is None else part.relation_weight
+            if isinstance(part, TripleRegularizer):
+                self.on_triples += [(part.weight, part)] if part.weight else []
+            else:
+                self.on_entities += [(part.weight, part)] if part.weight else []
+                self.on_relations += [(own, part)] if own else []
+
+    def __bool__(self) -> bool:
+        return bool(self.on_entities or self.on_relations or self.on_triples)
 
     def of_entities(self, scorer: Scorer, rows: Tensor) -> Tensor:
         """Return the weighted penalties of entity rows as stored: (..., D) -> (...)."""
@@ -317,20 +299,8 @@ class Regularizers:
     def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        """Return the weighted penalties of triples.
-
-        Args:
-            scorer: The scorer.
-            anchor: (..., D) entity rows.
-            relation: (...) int64 relation ids.
-            answer: (..., D) entity rows.
-            side: The end that the answer is.
-
-        Returns:
-            (...).
-        """
+        """Return the weighted penalties (...) of triples; arguments as ``penalty_of_triples``."""
         out = torch.zeros(relation.shape, device=anchor.device)
-        for part in self.on_triples:
-            penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)
-            out = out + part.weight * penalty
+        for weight, part in self.on_triples:
+            out = out + weight * part.penalty_of_triples(scorer, anchor, relation, answer, side)
         return out

@@ -26,14 +26,13 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.over_all import (
+    BLOCK_BYTES,
     BinaryCrossEntropyOverAll,
     BlockAnswers,
     OverAll,
     SoftmaxOverAll,
-    block_bytes_of,
-    keeps_scores,
+    block_height,
     kept_bytes,
-    row_blocks,
 )
 from kge_torchrec.planning.workload import RankBatch, Workload
 
@@ -92,8 +91,7 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
     if not rows:
         return Cost()
     queries = workload.of_micro_batch(workload.queries)
-    block_bytes = block_bytes_of("cuda" if is_cuda else "cpu")
-    height = len(row_blocks(rows, queries, block_bytes)[0])
+    height = min(rows, block_height(queries, BLOCK_BYTES["cuda" if is_cuda else "cpu"]))
 
     def at(queries: int) -> Cost:
         key = ("full", queries, height, is_cuda)
@@ -104,7 +102,7 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
     else:
         half = _QUERIES // 2
         block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
-    kept = keeps_scores(rows, queries, kept_bytes(free, rows, workload.dim))
+    kept = 4 * rows * queries <= kept_bytes(free, rows, workload.dim)
     other_bytes = 4 * (rows - height) * (workload.dim + (queries if kept else 0))
     twice = not kept and workload.config.loss.name == "softmax"
     times = rows / height * (4 / 3 if twice else 1)

@@ -48,11 +48,9 @@ from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.losses import Loss
-from kge_torchrec.models.model import Objective
-from kge_torchrec.models.query_objective import QueryObjective
+from kge_torchrec.models.model import Objective, QueryObjective, TripleObjective
 from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
-from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.disk_table import DiskTable
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -111,7 +109,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     objective = build_objective(config, store.num_relations)
     init = EntityInit.of(config.model, objective.scorer.zero_columns)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
-    objective.scorer.reset_parameters(init.draw, stream)
+    with torch.no_grad():
+        objective.scorer.reset_parameters(init.draw, stream)
     if config.train.precision == "auto" and _gains_by_bf16(config, objective, store.num_rows):
         objective.precision = torch.bfloat16 if _all_have_bf16(processes) else torch.float32
     check_parts(config, objective, processes)

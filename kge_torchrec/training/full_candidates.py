@@ -46,12 +46,11 @@ from kge_torchrec.environment import free_memory, products_in_bf16, rounds_as_it
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.over_all import (
+    BLOCK_BYTES,
     BlockAnswers,
     OverAll,
-    block_bytes_of,
-    keeps_scores,
+    block_height,
     kept_bytes,
-    row_blocks,
 )
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import Step, seed_generators, unscale
@@ -96,7 +95,7 @@ class FullCandidates(Step):
         self.casts = precision != torch.float32 and not self._rounds_products
         kept = torch.tensor(kept_bytes(free_memory(device), *shard.rows.shape), device=device)
         self.kept_bytes = int(reduced(kept, dist.ReduceOp.MIN))  # of all ranks
-        self.block_bytes = block_bytes_of(device.type)
+        self.block_bytes = BLOCK_BYTES[device.type]
         self.draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
         # The gradients of all n rows, in blocks (m, D) of consecutive rows.
         self._row_gradients: list[Tensor] = []
@@ -229,11 +228,12 @@ class QueryPass:
 
     def row_gradients(self) -> list[Tensor]:
         """Return the gradients (m, D) of all n rows, in blocks of consecutive rows."""
-        size, step = (len(self.shard.rows), self.queries), self.step
-        stops = [block.stop for block in row_blocks(*size, step.block_bytes)]
-        edges = np.concatenate([x.edges() for x in self.query_shards]).clip(0, size[0])
-        blocks = [range(*x) for x in itertools.pairwise(np.unique([0, *stops, *edges]).tolist())]
-        keeps, scored = keeps_scores(*size, step.kept_bytes), []
+        rows, step = len(self.shard.rows), self.step
+        starts = range(0, rows, block_height(self.queries, step.block_bytes))
+        edges = np.concatenate([x.edges() for x in self.query_shards]).clip(0, rows)
+        cuts = np.unique([*starts, rows, *edges]).tolist()
+        blocks = [range(*ends) for ends in itertools.pairwise(cuts)]
+        keeps, scored = 4 * rows * self.queries <= step.kept_bytes, []
         if keeps or step.loss.normalizes:
             for places in blocks:
                 block = self._forward(places, graph=keeps)
@@ -346,7 +346,7 @@ class QueryPass:
         """Return the gradients (F, D) of gathered rows, from encoded queries and own terms."""
         outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
         gradients = [x for query_shard in self.query_shards for x in query_shard.gradients]
-        if self.objective.penalizes or self.objective.relation_weight:
+        if self.objective.regularizers or self.objective.relation_weight:
             with torch.enable_grad():
                 total = self._terms_of_own_queries() * self.weight
             self.own_terms = self.own_terms + total.detach()
@@ -370,7 +370,7 @@ class QueryPass:
             for start in range(self.rank * size, count, self.world * size):
                 cell = slice(start, start + size)
                 relation, terms = shard.relation[cell], []  # (q,) each
-                if objective.penalizes:
+                if regularizers.on_relations:
                     terms.append(regularizers.of_relations(scorer, relation, side))
                 if answers is not None:
                     triples = anchors[cell][None], relation[None], answers[cell][None]

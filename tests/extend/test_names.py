@@ -55,7 +55,7 @@ WRONG = [
      "model.options.move is no option of refe, which has moves"),
     ({"model.scorer": REFE, "model.options": {"moves": "far"}},
      "model.options.moves must be true or false, got far"),
-    ({"model.scorer": REFE, "model.dim": 7}, r"even for refe \(two real numbers"),
+    ({"model.scorer": REFE, "model.dim": 7}, r"even for refe, got 7"),
     ({"model.scorer": REFE, "model.dropout.hidden": 0.5}, "no meaning for my_parts.refe:RefE"),
     ({"model.scorer": f"{HERE}:Needy"}, "model.options.size: Needy has no default for it; set it"),
     ({"model.scorer": f"{HERE}:NoDataclass"}, "NoDataclass.Options must be a dataclass"),

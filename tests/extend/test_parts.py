@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 from extended import BERNOULLI, JSON_LINES, LP, MIXED, SQUARED, part
+from scorer_cases import SCORERS
 from training_runs import config_of, random_triples
 
 from kge_torchrec import (
@@ -25,7 +26,6 @@ from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.over_all import BlockAnswers
-from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training.assembly import (
     build_batches,
     build_loss,

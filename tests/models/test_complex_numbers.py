@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scorer_cases import normal
+from scorer_cases import SCORERS, normal
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -12,9 +12,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from kge_torchrec.kernels.operators import rotated, times
 from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.model import TripleObjective
 from kge_torchrec.models.regularizers import Regularizers
-from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.triple_objective import TripleObjective
 
 FORMS = {
     "product": (times, 8),

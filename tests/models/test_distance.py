@@ -8,12 +8,11 @@ from typing import get_args
 
 import pytest
 import torch
-from scorer_cases import candidate_scores, normal
+from scorer_cases import SCORERS, candidate_scores, normal
 from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.kernels import comparisons, fused_distances, operators
 from kge_torchrec.kernels.library import Distance, Mapped
-from kge_torchrec.models.scorers import SCORERS
 
 PLAIN = {
     kind: lambda query, rows, kind=kind: comparisons.distance(kind, query, rows)

@@ -1,15 +1,14 @@
 """Dropout of scorers: in training only, a function of torch's generator, on what it should be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from scorer_cases import RELATIONS, contrast, every_scorer, make, normal
+from scorer_cases import RELATIONS, SCORERS, contrast, every_scorer, make, normal
 
 from kge_torchrec.kernels.side_rows import SideRows
-from kge_torchrec.models.model import EntityDropout
-from kge_torchrec.models.query_objective import QueryObjective
+from kge_torchrec.models.model import EntityDropout, QueryObjective, TripleObjective
 from kge_torchrec.models.regularizers import L2, Regularizers
-from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.triple_objective import TripleObjective
 
 
 def scores(scorer, seed, dim):
@@ -69,9 +68,13 @@ def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     monkeypatch.setattr(scorer, "query_of_ids", lambda *x: encoded.append(x) or encode(*x))
     row, query, scores = normal(1, dim), torch.tensor([0, 0, 1, 1, 1]), []
     objective = QueryObjective(scorer, lambda *x: scores.append(x) or x[2].sum(1), ("tail",))
-    known = torch.zeros(2, 3, dtype=torch.bool)
-    inputs = normal(2, dim), torch.tensor([0, 1]), row.expand(5, dim), query, row.expand(3, dim)
-    objective._loss_of_side(*inputs, known, "tail")
+    rows = torch.cat([normal(2, dim), row.expand(8, dim)])  # anchors, answers, candidates
+    known, relation = torch.zeros(2, 3, dtype=torch.bool), torch.tensor([0, 1])
+    batch = SimpleNamespace(
+        relation=relation, queries=[2], answers=[5], query=query, known=known, weight=1.0,
+        bags=None, entities=None, deduplicated=False,
+    )  # fmt: skip
+    objective(rows, batch)
     ((positive, _, negative, _),) = scores
     torch.testing.assert_close(positive, negative[query, 0])
     assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim - 2 * scorer.has_biases)]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scorer_cases import make, normal
+from scorer_cases import SCORERS, make, normal
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.models.regularizers import IVR, N3, Regularizers
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers import SIDES
 
 # Scorer, dim and elements per part: the paper's D and P.
 CASES = [("distmult", 3, 1), ("complex", 6, 2), ("qmult", 8, 4), ("quate", 8, 4)]

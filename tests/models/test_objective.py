@@ -6,16 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scorer_cases import CASES, normal
+from scorer_cases import CASES, SCORERS, normal
 from scorer_cases import make as make_scorer
 from triple_batches import DIM, ENTITIES, RELATIONS, Triples, random_batch
 
 from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import relation_prediction
+from kge_torchrec.models.model import TripleObjective, relation_prediction
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
-from kge_torchrec.models.scorers import SCORERS, SIDES
-from kge_torchrec.models.triple_objective import TripleObjective
+from kge_torchrec.models.scorers import SIDES
 
 
 def make(name="complex", reciprocal=False):
@@ -65,9 +64,10 @@ def test_penalties_equal_hand_computed_values():
     for name in ("complex", "distmult"):
         scorer = SCORERS[name](1, 2)
         torch.nn.init.ones_(scorer.relations)
-        for regularizers in (Regularizers(n3=0.1), Regularizers(others=[L2(0.1)])):
+        for penalty in (N3(0.1), L2(0.1)):
+            regularizers = Regularizers(others=[penalty])
             objective = TripleObjective(scorer, SoftmaxLoss(), ("tail",), regularizers)
-            of[name, regularizers.n3 > 0] = objective(rows, batch).item()
+            of[name, penalty.p == 3] = objective(rows, batch).item()
     # |3 + 4i| = 5, |2i| = 2, |1 + i| = sqrt(2)
     assert of["complex", True] == pytest.approx(0.05 * (125 + 8 + 2**1.5))
     assert of["distmult", True] == pytest.approx(0.05 * (27 + 64 + 8 + 1 + 1))

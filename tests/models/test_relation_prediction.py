@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from scorer_cases import RELATIONS, make, normal
+from scorer_cases import RELATIONS, SCORERS, make, normal
 
 from kge_torchrec.models.model import relation_prediction
-from kge_torchrec.models.scorers import SCORERS
 
 
 @pytest.mark.parametrize(("side", "inverses"), [("head", False), ("head", True), ("tail", False)])

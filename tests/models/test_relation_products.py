@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scorer_cases import RELATIONS, make, normal
+from scorer_cases import RELATIONS, SCORERS, make, normal
 
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.models.scorers.bilinear import RESCAL
 
 DIM = 12

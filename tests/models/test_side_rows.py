@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from scorer_cases import SCORERS
 from triple_batches import DIM, ENTITIES, RELATIONS, random_batch
 
 from kge_torchrec.kernels import side_rows
 from kge_torchrec.kernels.comparisons import MinusDistance
 from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.model import TripleObjective
 from kge_torchrec.models.regularizers import DURA, L2, N3, Regularizers
-from kge_torchrec.models.scorers import SCORERS, SIDES
-from kge_torchrec.models.triple_objective import TripleObjective
+from kge_torchrec.models.scorers import SIDES
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from kge_torchrec.config import SCORER_NAMES, ConfigError
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.over_all import row_blocks
 from kge_torchrec.planning import cost as module
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.cost import full_cost
@@ -139,14 +138,6 @@ def test_more_ranks_than_entities():
     plan = planned(against_all(3), "4xCPU")
     assert plan.memory[3]["weights"].main == 0
     assert plan.memory[3]["activations"].main == 0
-
-
-def test_blocks_cover_all_rows():
-    for rows, queries, block in ((0, 5, 10), (7, 2, 16), (9, 3, 1), (9, 3, 108), (5, 9, 1)):
-        blocks = row_blocks(rows, queries, block)
-        assert [row for part in blocks for row in part] == list(range(rows))
-        assert all(len(part) == 1 or 4 * len(part) * queries <= block for part in blocks)
-    assert len(row_blocks(9, 3, 108)) == 1
 
 
 def sent(config) -> float:

@@ -28,7 +28,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.kernels import operators
-from kge_torchrec.models import triple_objective
+from kge_torchrec.models import model
 from kge_torchrec.training import assembly, captured_step
 from kge_torchrec.training.captured_step import NotCaptured
 from kge_torchrec.training.trainer import Trainer
@@ -76,7 +76,7 @@ def operations_of_cuda() -> Iterator[None]:
     unsummed = lambda ids, shares, count: (ids, shares)  # noqa: E731
     with ExitStack() as held:
         held.enter_context(patch.dict(operators.IMPLEMENTATION, NO_KERNEL))
-        held.enter_context(patch.object(triple_objective, "summed_weights", unsummed))
+        held.enter_context(patch.object(model, "summed_weights", unsummed))
         yield
 
 

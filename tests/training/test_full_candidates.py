@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranking_cases import make_known
 from recorded_steps import CPU, ENTITIES, Recorder, objective_of
-from scorer_cases import CASES, RELATIONS, identify
+from scorer_cases import CASES, RELATIONS, SCORERS, identify
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import config_of, fit, largest_difference, tiny_store, without_checkpoints
@@ -30,7 +30,6 @@ from kge_torchrec.kernels import comparisons
 from kge_torchrec.models import over_all
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.over_all import SoftmaxOverAll
-from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard

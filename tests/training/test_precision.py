@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from scorer_cases import EVERY
+from scorer_cases import EVERY, SCORERS
 from training_runs import (
     config_of,
     fit,
@@ -28,8 +28,7 @@ from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.triple_objective import TripleObjective
+from kge_torchrec.models.model import TripleObjective
 from kge_torchrec.training import assembly
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.run_folder import RunFolder

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scorer_cases import candidate_scores
+from scorer_cases import SCORERS, candidate_scores
 from training_runs import fit, largest_difference, parameters, small_store
 from worlds import run_world
 
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.scorers import SCORERS
 
 PRESETS = ("twhin", "gigl")
 SMALL = {"device": "cpu", "threads": 1, "model.dim": 8, "negatives.count": 6,

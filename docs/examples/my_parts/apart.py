@@ -7,5 +7,5 @@ class Apart(TripleRegularizer):
     """Squared distance of the triple's two entities."""
 
     def penalty_of_triples(self, scorer, anchor, relation, answer, side):
-        difference = scorer.entity_factors(anchor) - scorer.entity_factors(answer)
+        difference = scorer.vectors(anchor) - scorer.vectors(answer)
         return difference.square().sum(-1)

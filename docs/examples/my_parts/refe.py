@@ -29,20 +29,16 @@ class RefE(Scorer):
         moves: bool = True
 
     name = "refe"
+    multiple = 2  # D is even
     formula = "RefE (Chami et al. 2020): score(h, r, t) = -|h* e^(i phase_r) + move_r - t|^2."
     comparison = EachPair(minus_squared_distance)
     is_distance = True  # a query is a point, so hidden dropout does not apply
     is_complex = True  # N3 takes moduli of entity rows; relation rows are real
 
     @classmethod
-    def multiple(cls, options):
-        return 2, "two real numbers make a complex one"
-
-    @classmethod
     def relation_dim(cls, dim, options):
         return dim // 2 + (dim if options.moves else 0)
 
-    @torch.no_grad()
     def reset_parameters(self, fill, stream):
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, : self.dim // 2], math.pi, stream)

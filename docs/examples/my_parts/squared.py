@@ -24,18 +24,14 @@ class SquaredError(Loss):
             if self.rest <= 0:
                 raise ConfigError(f"loss.options.rest must be > 0, got {self.rest}")
 
-    def __init__(self, rest):
-        super().__init__()
-        self.rest = rest
-
     def forward(self, positive, query, negative, mask):
         """Sampled candidates: (M,), (M,) or None, (Q, K), bool (Q, K) -> (Q,)."""
         answers = of_answers((1 - positive).square(), query, len(negative))
-        return answers + self.rest * (negative.square() * mask).sum(1)
+        return answers + self.options.rest * (negative.square() * mask).sum(1)
 
     def over_all(self, num_entities):
         """For negatives.regime 1vsall, kvsall and allvsall: all entities, in blocks."""
-        return SquaredErrorOverAll(self.rest)
+        return SquaredErrorOverAll(self.options.rest)
 
 
 class SquaredErrorOverAll(OverAll):

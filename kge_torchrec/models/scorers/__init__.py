@@ -1,29 +1,10 @@
-"""All built-in scorers by name. Each file holds one family; ``base`` defines the contract."""
+"""Scorers. Each file holds one family; ``base`` defines the contract."""
 
 from __future__ import annotations
 
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.registry import construct, resolve
-from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
 from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
-from kge_torchrec.models.scorers.bilinear import MEIM, RESCAL, ComplEx, DistMult, SimplE, TuckER
-from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
-from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
-from kge_torchrec.models.scorers.hyperbolic import RotH
-from kge_torchrec.models.scorers.operators import Operator
-from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotatEL2, RotE
-from kge_torchrec.models.scorers.transformer import CoKE
-from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
-
-SCORERS: dict[str, type[Scorer]] = {
-    scorer.name: scorer
-    for scorer in (
-        TransEL1, TransEL2, TransH, DistMult, ComplEx, RotatE, RotatEL2, SimplE, RESCAL, TuckER,
-        QMult, QuatE, OMult, DualE, Keci, CKeci, DeCaL, MuRE, PairRE, HousE, Pyke,
-        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, LFMult, RotE, RotH, MEIM,
-        Operator,
-    )
-}  # fmt: skip
 
 
 def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
@@ -64,4 +45,4 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     return scorer
 
 
-__all__ = ["SCORERS", "SIDES", "Scorer", "Side", "build_scorer"]
+__all__ = ["SIDES", "Scorer", "Side", "build_scorer"]

@@ -1,11 +1,5 @@
 """Scorers over an algebra: score(h, r, t) = <h r, t> as real vectors.
 
-    QMult   Demir et al. 2021          <h r, t>, quaternions with the Hamilton product
-    QuatE   Zhang et al. 2019          <h (r / |r|), t>, quaternions
-    OMult   Demir et al. 2021          <h r, t>, octonions
-    DualE   Cao et al. 2021            <h r*, t>, dual quaternions, r* of unit length
-    LFMult  Kamdem Teyou et al. 2024   sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx, polynomials
-
 A multiplication table defines an algebra over n units u_i: x y = sum_ijk x_i y_j table_ijk u_k.
 An entity row of D elements holds D/n algebra numbers of n components each, number after number:
 all components of the first, then all components of the second.
@@ -22,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.bilinear import BilinearScorer
 
 
@@ -34,8 +28,8 @@ class AlgebraScorer(BilinearScorer):
 
     table: Tensor  # (n, n, n)
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         table = self.table_of(self.options)
         # Not persistent: checkpoints do not store constants.
         self.register_buffer("table", table.to(self.relations.dtype), persistent=False)
@@ -44,11 +38,6 @@ class AlgebraScorer(BilinearScorer):
     def table_of(cls, options: Any) -> Tensor:
         """Return the multiplication table of the algebra's units, (n, n, n)."""
         raise NotImplementedError
-
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        count = len(cls.table_of(options))
-        return count, GROUPS[count]
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         return self.factor(super().relation(ids, drop))
@@ -118,17 +107,14 @@ def dual(table: Tensor) -> Tensor:
 
 
 class QMult(AlgebraScorer):
-    """An entity row holds D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
-
-    Raises ConfigError when D is not a multiple of 4.
-    """
+    """An entity row holds D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...)."""
 
     name = "qmult"
     formula = (
         "QMult (Demir et al. 2021): "
         "score(h, r, t) = <h r, t>, quaternions with the Hamilton product."
     )
-    part_size = 4
+    multiple = part_size = 4
 
     @classmethod
     def table_of(cls, options: Any) -> Tensor:
@@ -152,10 +138,10 @@ class OMult(AlgebraScorer):
     """An entity row holds D/8 octonions, with eight consecutive components each.
 
     The product is that of QuatE's supplement: pairs of quaternions by the Cayley-Dickson rule.
-    Raises ConfigError when D is not a multiple of 8.
     """
 
     name = "omult"
+    multiple = 8
     formula = "OMult (Demir et al. 2021): score(h, r, t) = <h r, t>, octonions."
 
     @classmethod
@@ -168,10 +154,11 @@ class DualE(AlgebraScorer):
 
     A relation c + e d acts as r* = c / |c| + e (d - c <c, d> / |c|^2), a rotation and a
     translation. As in the authors' code, the second part is made orthogonal to the first and is not
-    scaled. Raises ConfigError when D is not a multiple of 8.
+    scaled.
     """
 
     name = "duale"
+    multiple = 8
     formula = (
         "DualE (Cao et al. 2021): score(h, r, t) = <h r*, t>, dual quaternions, r* of unit length."
     )
@@ -179,10 +166,6 @@ class DualE(AlgebraScorer):
     @classmethod
     def table_of(cls, options: Any) -> Tensor:
         return dual(cayley_dickson(2))
-
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 8, "eight real numbers make a dual quaternion"
 
     def factor(self, relation: Tensor) -> Tensor:
         real, other = components(relation, 8).split(4, -1)
@@ -195,8 +178,7 @@ class LFMult(AlgebraScorer):
     """An entity row holds D / (degree + 1) polynomials as coefficients of 1, x, ..., x^degree.
 
     The trilinear score of the paper with its exact integral: x^i x^j x^k gives 1 / (1 + i + j + k).
-    The score is symmetric in head and tail; degree 0 is DistMult. Raises ConfigError when
-    degree + 1 does not divide D.
+    The score is symmetric in head and tail; degree 0 is DistMult.
     """
 
     @dataclass(frozen=True)
@@ -223,5 +205,5 @@ class LFMult(AlgebraScorer):
         return 1 / (1 + powers[:, None, None] + powers[:, None] + powers)
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return options.degree + 1, "degree + 1 coefficients make a polynomial"
+    def multiple_of(cls, options: Options) -> int:
+        return options.degree + 1

@@ -33,12 +33,6 @@ from kge_torchrec.kernels.comparisons import Comparison, WithBiases
 from kge_torchrec.kernels.operators import lookup, pairwise
 from kge_torchrec.models.scorers.layers import Dropout, Fill, init_layers, normalization_of
 
-# The reason why model.dim must be a multiple of the key, for the error message.
-GROUPS = {
-    2: "two real numbers make a complex one",
-    4: "four real numbers make a quaternion",
-    8: "eight real numbers make an octonion",
-}
 BIASES = 2  # elements per entity row that are biases: as a head, as a tail
 
 
@@ -79,10 +73,11 @@ class Scorer(nn.Module):
     name = ""  # config name
     formula = ""  # name, source and formula; exported models quote it
     start = ("normal", 1e-3)  # default distribution and scale of the initial rows
+    multiple = 1  # D must be a multiple of it
+    relation_vectors: float = 1  # W / D
     is_distance = False  # the query is a point, so hidden dropout does not apply
     needs_reciprocal = False  # answers tail queries only
     is_complex = relation_is_complex = False  # complex rows: N3 uses moduli
-    entity_metric: str | None = None  # between two entities, see answers/nearest.py
     has_biases = False  # whether the formula has biases, also without model.biases
     # Whether the score is an inner product with a query that is linear in the anchor, on both
     # sides: <query(h, r, "tail"), t> = <query(t, r, "head"), h>.
@@ -125,8 +120,7 @@ class Scorer(nn.Module):
         self.relation_rows = num_relations * (2 if reciprocal else 1)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
         self.entity_norm = normalization_of(normalization, dim)
-        relation_normalization = "layer" if normalization == "layer" else "none"
-        self.relation_norm = normalization_of(relation_normalization, width)
+        self.relation_norm = normalization_of("layer" if normalization == "layer" else "", width)
         self.relation_dropout = Dropout(relation_dropout)
         self.input_dropout = Dropout(input_dropout)
         self.hidden_dropout = Dropout(hidden_dropout)
@@ -134,11 +128,11 @@ class Scorer(nn.Module):
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
         """Raise ConfigError, which names the key, unless these settings are valid."""
-        name = cls.name or cls.__name__
-        count, because = cls.multiple(options)
+        name, count = cls.name or cls.__name__, cls.multiple_of(options)
         if dim % count:
             multiple = "even" if count == 2 else f"a multiple of {count}"
-            raise ConfigError(f"model.dim must be {multiple} for {name} ({because}), got {dim}")
+            given = "" if count == cls.multiple else " with these model.options"
+            raise ConfigError(f"model.dim must be {multiple} for {name}{given}, got {dim}")
         if cls.needs_reciprocal and not reciprocal:
             raise ConfigError(
                 f"model.reciprocal must be true for {name}: it answers tail queries only, and head "
@@ -147,46 +141,38 @@ class Scorer(nn.Module):
 
     @classmethod
     def check_row(cls, dim: int, reciprocal: bool, options: Any, biases: bool) -> None:
-        """Raise ConfigError, which names the key, unless ``check`` accepts a row without biases.
-
-        Args:
-            dim: E, model.dim.
-            reciprocal: Whether relations have inverses.
-            options: The scorer's ``Options``.
-            biases: model.biases.
-        """
+        """Do ``check`` for rows of E elements, the biases of model.biases included."""
         name = cls.name or cls.__name__
         if biases and cls.has_biases:
             raise ConfigError(f"model.biases: {name} has biases of its own; set it to false")
-        if not biases and not cls.has_biases:
-            cls.check(dim, reciprocal, options)
-            return
-        if dim <= BIASES:
+        of_biases = BIASES if biases or cls.has_biases else 0
+        if dim <= of_biases:
             raise ConfigError(
                 f"model.dim must be at least {BIASES + 1} for {name} with biases, which are "
                 f"{BIASES} of its elements, got {dim}"
             )
         try:
-            cls.check(dim - BIASES, reciprocal, options)
+            cls.check(dim - of_biases, reciprocal, options)
         except ConfigError as error:
-            raise ConfigError(
-                f"{error}; the biases leave {name} {dim - BIASES} of model.dim {dim}"
-            ) from None
+            left = f"; the biases leave {name} {dim - BIASES} of model.dim {dim}"
+            raise ConfigError(f"{error}{left if of_biases else ''}") from None
+
+    # A class whose options decide overrides these three.
 
     @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        """Return the divisor that D must be a multiple of, and the reason for the error message."""
-        return 1, ""
+    def multiple_of(cls, options: Any) -> int:
+        """Return ``multiple`` for these options."""
+        return cls.multiple
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        """Return W, the elements per relation row."""
+        return int(cls.relation_vectors * dim)
 
     @classmethod
     def measures_distance(cls, options: Any) -> bool:
         """Return ``is_distance`` for these options."""
         return cls.is_distance
-
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        """Return W, the elements per relation row. The default is D."""
-        return dim
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Encode entity vectors (..., D) and relation rows (..., W), which broadcast, into a query.
@@ -204,27 +190,21 @@ class Scorer(nn.Module):
         return self.query(anchor, self.relation(relation), side)
 
     def normalized(self, vectors: Tensor) -> Tensor:
-        """Normalize entity vectors as the formula expects them: (..., D) -> (..., D)."""
+        """Normalize entity vectors (..., D) as the formula expects them."""
         return self.entity_norm(vectors)
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         """Look up and normalize relation rows: (...) ids -> (..., W).
 
-        Args:
-            ids: (...) int64 relation ids.
-            drop: Whether to apply dropout in training mode. Penalties use rows without dropout.
+        Penalties use rows without dropout.
         """
         rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Initialize every parameter from a random stream.
+        """Initialize every parameter from a random stream. The caller disables gradients.
 
-        Args:
-            fill: The configured distribution, for relation rows. Layers use torch's own
-                distributions.
-            stream: The random stream.
+        ``fill`` draws relation rows as configured. Layers use torch's own distributions.
         """
         fill(stream, self.relations.numpy())
         init_layers(self, stream)
@@ -321,7 +301,7 @@ class Scorer(nn.Module):
 
     @final
     def entity(self, rows: Tensor) -> Tensor:
-        """Normalize entity rows as the formula expects them: (..., E) -> (..., E)."""
+        """Normalize the vectors of entity rows (..., E) as the formula expects them."""
         vector, biases = self.split_biases(rows)
         taken = self.normalized(vector)
         if biases is None:

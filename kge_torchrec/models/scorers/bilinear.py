@@ -1,12 +1,5 @@
 """Scorers that are linear in head, relation and tail: each relation is a (structured) matrix.
 
-    DistMult  Yang et al. 2015         sum_d h_d r_d t_d
-    ComplEx   Trouillon et al. 2016    Re(sum_k h_k r_k conj(t_k))
-    SimplE    Kazemi and Poole 2018    (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2
-    RESCAL    Nickel et al. 2011       h^T M_r t
-    TuckER    Balazevic et al. 2019    core x_1 r x_2 h x_3 t
-    MEIM      Tran and Takasu 2022     sum_k core_k x_1 r_k x_2 h_k x_3 t_k, partitions k
-
 Shapes: D elements per entity row, W elements per relation row (MEIM: per partition),
 P partitions of C = D / P elements.
 """
@@ -25,7 +18,7 @@ from kge_torchrec.config.checks import at_least, check_share
 from kge_torchrec.kernels.comparisons import Comparison, InnerProduct
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import times
-from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
 
 
@@ -68,18 +61,14 @@ class ComplEx(ElementwiseScorer):
     """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
 
     Re(x conj(y)) is the inner product of x and y as real vectors, so the tail query is h r and the
-    head query t conj(r). Raises ConfigError when D is odd.
+    head query t conj(r).
     """
 
     name = "complex"
     formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
+    multiple = part_size = 2
     is_complex = relation_is_complex = True
-    part_size = 2
     actions: ClassVar[Mapping[Side, Action]] = {"head": "conjugate", "tail": "complex"}
-
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 2, GROUPS[2]
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return times(tail, head, conjugate=True)
@@ -89,17 +78,14 @@ class SimplE(BilinearScorer):
     """An entity row holds its vector as a head, then its vector as a tail, D/2 elements each.
 
     A relation row holds the vector r, then r' of its inverse, D/2 elements each. <x, y, z> is
-    sum_k x_k y_k z_k. Raises ConfigError when D is odd.
+    sum_k x_k y_k z_k.
     """
 
     name = "simple"
+    multiple = 2
     formula = (
         "SimplE (Kazemi and Poole 2018): score = (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2."
     )
-
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 2, "a row is two vectors, for head and for tail"
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         (as_head, as_tail), (forth, back) = anchor.chunk(2, -1), relation.chunk(2, -1)
@@ -129,8 +115,10 @@ class RESCAL(BilinearScorer):
 
         Relation dropout then draws once per relation and batch, not for each query.
         """
-        overrides = type(self).query is not RESCAL.query
-        if not (self.training and _can_group(anchor)) or self.input_dropout.p or overrides:
+        # A GPU would wait for the sizes of the groups.
+        groups = anchor.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_plain = type(self).query is RESCAL.query and not self.input_dropout.p
+        if not (self.training and groups and is_plain):
             return self.query(anchor, self.relation(relation), side)
         used, place = relation.unique(return_inverse=True)
         matrices = self.relation(used).unflatten(-1, (self.dim, self.dim))
@@ -143,11 +131,6 @@ class RESCAL(BilinearScorer):
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail)
-
-
-def _can_group(vectors: Tensor) -> bool:
-    """Whether vectors can be grouped by relation: a GPU would wait for the sizes of the groups."""
-    return vectors.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _RelationProducts(torch.autograd.Function):
@@ -228,20 +211,18 @@ class TuckER(BilinearScorer):
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        self.core = nn.Parameter(torch.empty(self.relations.shape[1], dim, dim))
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.core = nn.Parameter(torch.empty(self.relations.shape[1], self.dim, self.dim))
         self.feature_dropout = Dropout(self.options.feature_dropout)
 
     @classmethod
     def relation_dim(cls, dim: int, options: Options) -> int:
         return options.relation_dim or dim
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Initialize the core uniformly in [-1, 1), as in the authors' code."""
         super().reset_parameters(fill, stream)
-        uniform(self.core, 1.0, stream)
+        uniform(self.core, 1.0, stream)  # as in the authors' code
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         matrix = (relation @ self.core.flatten(1)).unflatten(-1, (self.dim, self.dim))
@@ -256,7 +237,7 @@ class MEIM(BilinearScorer):
 
     A relation row holds P partitions of W elements. The matrix of a partition is the sum of its
     slices of the core (P, W, C, C), weighted by the relation. The authors' BatchNorm is left out;
-    normalization "layer" is the closest substitute. Raises ConfigError when P does not divide D.
+    normalization "layer" is the closest substitute.
     """
 
     @dataclass(frozen=True)
@@ -283,33 +264,27 @@ class MEIM(BilinearScorer):
         "partitions k."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.partitions = self.options.partitions
-        sizes = self.relations.shape[1] // self.partitions, *[dim // self.partitions] * 2
-        self.core = nn.Parameter(torch.empty(self.partitions, *sizes))
+        width, size = (n // self.partitions for n in (self.relations.shape[1], self.dim))
+        self.core = nn.Parameter(torch.empty(self.partitions, width, size, size))
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return options.partitions, "of model.options.partitions parts of one size"
+    def multiple_of(cls, options: Options) -> int:
+        return options.partitions
 
     @classmethod
     def relation_dim(cls, dim: int, options: Options) -> int:
-        width = options.relation_dim or dim // options.partitions
-        return options.partitions * width
+        return options.partitions * (options.relation_dim or dim // options.partitions)
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Initialize the core uniformly in [-1, 1), as TuckER does."""
         super().reset_parameters(fill, stream)
         uniform(self.core, 1.0, stream)
 
-    def matrices(self, relation: Tensor) -> Tensor:
-        """Build the matrix of each partition from relation rows: (..., P W) -> (..., P, C, C)."""
-        return torch.einsum("...pw, pwij -> ...pij", self._parts(relation), self.core)
-
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        return bilinear_query(self._parts(anchor), self.matrices(relation), side).flatten(-2)
+        matrices = torch.einsum("...pw, pwij -> ...pij", self._parts(relation), self.core)
+        return bilinear_query(self._parts(anchor), matrices, side).flatten(-2)
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         products = outer(self._parts(head), self._parts(tail))

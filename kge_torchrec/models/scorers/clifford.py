@@ -1,9 +1,5 @@
 """Scorers in a Clifford algebra: score(h, r, t) = (h r) . t (Demir and Ngonga Ngomo 2023).
 
-    Keci   Demir and Ngonga Ngomo 2023  in Cl_{p,q}, with a learned factor per basis vector
-    CKeci  Demir and Ngonga Ngomo 2023  in Cl_{p,q}, without factors
-    DeCaL  Kamdem Teyou et al. 2024     in the degenerate Cl_{p,q,r}
-
 A Clifford number here is x_0 + sum_i x_i e_i. The basis vectors e_i anticommute, and their
 squares s_i are 1, -1 or 0. The product has a part along 1 and the e_i, which is compared with t,
 
@@ -17,7 +13,7 @@ Shapes: n basis vectors, D elements per row, m = D / (1 + n) Clifford numbers pe
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -36,30 +32,23 @@ class CliffordScorer(BilinearScorer):
     """An entity row holds m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
     comparison = Shifted(InnerProduct())
+    coefficients: Tensor | None  # factors (n,) of the e_i of head and relation, or none
     is_bilinear = False  # a part of the score does not depend on the answer
     squares: Tensor  # s_i, (n,)
     order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        squares = self.squares_of(self.options)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        counts = zip((1.0, -1.0, 0.0), astuple(self.options), strict=False)  # p, q and perhaps r
+        squares = [square for square, count in counts for _ in range(count)]
         ones = torch.ones(len(squares), len(squares))
-        self.register_buffer("squares", torch.tensor(squares, dtype=ones.dtype), persistent=False)
+        self.register_buffer("squares", torch.tensor(squares), persistent=False)
         self.register_buffer("order", ones.triu(1) - ones.tril(-1), persistent=False)
+        self.register_parameter("coefficients", None)
 
     @classmethod
-    def squares_of(cls, options: Any) -> list[int]:
-        """Return the squares of the basis vectors: n values of 1, -1 or 0."""
-        raise NotImplementedError
-
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        counted = " + ".join(["1", *asdict(options)])
-        return 1 + len(cls.squares_of(options)), f"{counted} real numbers make a Clifford number"
-
-    def scales(self) -> Tensor | None:
-        """Return factors (n,) for the e_i of head and relation, or None for no factors."""
-        return None
+    def multiple_of(cls, options: Any) -> int:
+        return 1 + sum(astuple(options))
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
         (x0, x), (r0, r) = self._parts(anchor), self._scaled(*self._parts(relation))
@@ -85,8 +74,7 @@ class CliffordScorer(BilinearScorer):
         return components(rows, 1 + n).split([1, n], -1)
 
     def _scaled(self, first: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-        scales = self.scales()
-        return first, rest if scales is None else rest * scales
+        return first, rest if self.coefficients is None else rest * self.coefficients
 
 
 def _joined(first: Tensor, rest: Tensor) -> Tensor:
@@ -98,8 +86,7 @@ class CKeci(CliffordScorer):
 
     An entity row holds D / (1 + p + q) of them, with 1 + p + q consecutive elements each.
     p = q = 0 is DistMult; p = 0, q = 1 is ComplEx. dice-embeddings adds sigma_pq only for
-    p, q >= 2; this class adds it for p, q >= 1, as in the paper. Raises ConfigError when D is not a
-    multiple of 1 + p + q.
+    p, q >= 2; this class adds it for p, q >= 1, as in the paper.
     """
 
     @dataclass(frozen=True)
@@ -115,20 +102,17 @@ class CKeci(CliffordScorer):
         q: int = 1
 
         def __post_init__(self) -> None:
-            _check_counts(self)
+            for name, count in asdict(self).items():
+                at_least(f"model.options.{name}", count, 0)
 
     name = "ckeci"
     formula = (
         "Keci (Demir and Ngonga Ngomo 2023): score(h, r, t) = (h r) . t in the algebra Cl_{p,q}."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.is_complex = self.relation_is_complex = self.options == CKeci.Options(p=0, q=1)
-
-    @classmethod
-    def squares_of(cls, options: Options) -> list[int]:
-        return [1] * options.p + [-1] * options.q
 
 
 class Keci(CKeci):
@@ -140,31 +124,27 @@ class Keci(CKeci):
 
     name = "keci"
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        count = len(self.squares)
-        self.coefficients = nn.Parameter(torch.zeros(count)) if count else None
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if len(self.squares):
+            self.coefficients = nn.Parameter(torch.zeros(len(self.squares)))
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize relation rows from the configured distribution and the factors to 0."""
         super().reset_parameters(fill, stream)
         if self.coefficients is not None:
             self.coefficients.zero_()
 
-    def scales(self) -> Tensor | None:
-        return self.coefficients
-
 
 class DeCaL(CliffordScorer):
     """Clifford numbers with p basis vectors of square 1, then q of square -1, then r of square 0.
 
     An entity row holds D / (1 + p + q + r) of them, with 1 + p + q + r consecutive elements each.
-    r = 0 is CKeci. Raises ConfigError when D is not a multiple of 1 + p + q + r.
+    r = 0 is CKeci.
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(CKeci.Options):
         """Options of DeCaL.
 
         Args:
@@ -177,19 +157,7 @@ class DeCaL(CliffordScorer):
         q: int = 1
         r: int = 1
 
-        def __post_init__(self) -> None:
-            _check_counts(self)
-
     name = "decal"
     formula = (
         "DeCaL (Kamdem Teyou et al. 2024): score(h, r, t) = (h r) . t in the degenerate Cl_{p,q,r}."
     )
-
-    @classmethod
-    def squares_of(cls, options: Options) -> list[int]:
-        return [1] * options.p + [-1] * options.q + [0] * options.r
-
-
-def _check_counts(options: Any) -> None:
-    for name, count in asdict(options).items():
-        at_least(f"model.options.{name}", count, 0)

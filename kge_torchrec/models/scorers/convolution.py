@@ -10,7 +10,8 @@
     ConvQ   Demir et al. 2021            <conv(h, r) * (h r), t>, quaternions
     ConvO   Demir et al. 2021            <conv(h, r) * (h r), t>, octonions
 
-conv(h, r) is ``ResidualConvolution`` over the components of both rows.
+conv(h, r) is ``Convolution`` over an image of 2 n rows, one per component of h, then of r, and D/n
+columns. It is padded so that feature maps keep its size.
 
 Shapes: n components per algebra number, D elements per row.
 """
@@ -18,7 +19,7 @@ Shapes: n components per algebra number, D elements per row.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import ConfigError, at_least, check_share
 from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
-from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,42 @@ class ConvolutionOptions(Scorer.Options):
         check_share("model.options.feature_dropout", self.feature_dropout)
 
 
+class Convolution(nn.Module):
+    """f(vec(f(image * w)) W), f a layer normalization (BatchNorm in the authors' codes), then ReLU.
+
+    feature_dropout drops whole feature maps.
+
+    Args:
+        shape: (height, width) of the image.
+        outputs: Elements of the result.
+        options: Those of the scorer.
+        padding: Zeros around the image.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], outputs: int, options: ConvolutionOptions, padding: int = 0
+    ):
+        super().__init__()
+        channels, size = options.channels, options.kernel_size
+        height, width = (n + 2 * padding - size + 1 for n in shape)
+        self.convolution = nn.Conv2d(1, channels, size, padding=padding)
+        self.map_norm = nn.GroupNorm(1, channels)
+        self.feature_dropout = nn.Dropout2d(options.feature_dropout)
+        self.linear = nn.Linear(channels * height * width, outputs)
+        self.output_norm = nn.LayerNorm(outputs)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Convolve images: (n, 1, height, width) -> (n, outputs)."""
+        maps = self.map_norm(self.convolution(image)).relu()
+        return self.output_norm(self.linear(self.feature_dropout(maps).flatten(1))).relu()
+
+
 class ConvE(Scorer):
     """Convolves head and relation as stacked images with filters w and maps the result back by W.
 
-    The D elements of a row form an image of height x width. feature_dropout drops whole feature
-    maps; hidden_dropout applies to the query after its ReLU. The authors' BatchNorm is replaced by
-    layer normalization. Their bias per entity, which the paper's formula lacks, is left out.
-    Answers tail queries only. Raises ConfigError when not reciprocal, when height does not divide D
-    or when the filters do not fit the image.
+    The D elements of a row form an image of height x width. hidden_dropout applies to the query
+    after its ReLU. The authors' BatchNorm is replaced by layer normalization. Their bias per
+    entity, which the paper's formula lacks, is left out. Answers tail queries only.
     """
 
     @dataclass(frozen=True)
@@ -87,21 +116,16 @@ class ConvE(Scorer):
         "ConvE (Dettmers et al. 2018): score(h, r, t) = <f(vec(f([h; r] * w)) W), t>, f = ReLU."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        channels, kernel_size = self.options.channels, self.options.kernel_size
-        self.height, self.width = image_shape(dim, self.options.height)
-        cells = (2 * self.height - kernel_size + 1) * (self.width - kernel_size + 1)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        height, width = image_shape(self.dim, self.options.height)
+        self.shape = 2 * height, width
         self.image_norm = nn.GroupNorm(1, 1)
-        self.convolution = nn.Conv2d(1, channels, kernel_size)
-        self.map_norm = nn.GroupNorm(1, channels)
-        self.feature_dropout = nn.Dropout2d(self.options.feature_dropout)
-        self.linear = nn.Linear(channels * cells, dim)
-        self.query_norm = nn.LayerNorm(dim)
+        self.convolution = Convolution(self.shape, self.dim, self.options)
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return options.height or 1, "its image has model.options.height rows"
+    def multiple_of(cls, options: Options) -> int:
+        return options.height or 1
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Options) -> None:
@@ -116,81 +140,45 @@ class ConvE(Scorer):
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         anchor, relation = torch.broadcast_tensors(anchor, relation)
-        image = torch.cat([anchor, relation], -1).reshape(-1, 1, 2 * self.height, self.width)
-        maps = self.map_norm(self.convolution(self.image_norm(image))).relu()
-        flat = self.feature_dropout(maps).flatten(1)
-        return self.query_norm(self.linear(flat)).relu().view(anchor.shape)
+        image = torch.cat([anchor, relation], -1).reshape(-1, 1, *self.shape)
+        return self.convolution(self.image_norm(image)).view(anchor.shape)
 
 
 def image_shape(dim: int, height: int | None) -> tuple[int, int]:
     """Return (height, width) of the image that ConvE reshapes a row of dim elements to.
 
-    Args:
-        dim: Elements per row.
-        height: The configured height, or None for the largest divisor of dim up to its square root.
-
-    Raises:
-        ConfigError: The height does not divide dim.
+    None stands for the largest divisor of dim up to its square root.
     """
     if height is None:
         height = next(n for n in range(math.isqrt(dim), 0, -1) if dim % n == 0)
-    if dim % height:
-        raise ConfigError(f"model.options.height must divide model.dim {dim}, got {height}")
     return height, dim // height
-
-
-class ResidualConvolution(nn.Module):
-    """f(vec(f([h; r] * w)) W) over an image of 2 n rows, one per component, and D/n columns.
-
-    The image is padded so that feature maps keep its size. f is layer normalization (BatchNorm in
-    the authors' code), then ReLU. feature_dropout drops whole feature maps.
-    """
-
-    def __init__(
-        self, dim: int, units: int, channels: int, kernel_size: int, feature_dropout: float,
-        outputs: int,
-    ):  # fmt: skip
-        super().__init__()
-        self.units = units
-        self.convolution = nn.Conv2d(1, channels, kernel_size, padding=kernel_size // 2)
-        self.map_norm = nn.GroupNorm(1, channels)
-        self.feature_dropout = nn.Dropout2d(feature_dropout)
-        self.linear = nn.Linear(channels * 2 * dim, outputs)
-        self.output_norm = nn.LayerNorm(outputs)
-
-    def forward(self, head: Tensor, relation: Tensor) -> Tensor:
-        """Convolve head and relation rows: (..., D), (..., D) -> (..., outputs)."""
-        head, relation = torch.broadcast_tensors(head, relation)
-        parts = [components(x, self.units).transpose(-1, -2) for x in (head, relation)]
-        image = torch.cat(parts, -2)  # (..., 2 n, D/n)
-        maps = self.map_norm(self.convolution(image.reshape(-1, 1, *image.shape[-2:]))).relu()
-        out = self.output_norm(self.linear(self.feature_dropout(maps).flatten(1))).relu()
-        return out.view(*head.shape[:-1], out.shape[-1])
 
 
 class ConvolvedScorer(Scorer):
     """Combines a product of h and r with conv(h, r). Answers tail queries only.
 
-    ``units`` is n. ``outputs`` is the size of the convolution's output in multiples of D. Raises
-    ConfigError when not reciprocal.
+    ``multiple`` is n. ``outputs`` is the size of the convolution's output in multiples of D.
     """
 
     start = ("xavier_normal", 1.0)
     Options = ConvolutionOptions
     comparison = InnerProduct()
     needs_reciprocal = True
-    units: int
     outputs = 1
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        self.convolution = ResidualConvolution(
-            dim, self.units, outputs=self.outputs * dim, **asdict(self.options)
-        )
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        shape = 2 * self.multiple, self.dim // self.multiple
+        padding = self.options.kernel_size // 2
+        self.convolution = Convolution(shape, self.outputs * self.dim, self.options, padding)
 
-    @classmethod
-    def multiple(cls, options: ConvolutionOptions) -> tuple[int, str]:
-        return cls.units, GROUPS[cls.units]
+    def convolved(self, head: Tensor, relation: Tensor) -> Tensor:
+        """Return conv(h, r): (..., D), (..., D) -> (..., outputs * D)."""
+        head, relation = torch.broadcast_tensors(head, relation)
+        parts = [components(x, self.multiple).transpose(-1, -2) for x in (head, relation)]
+        image = torch.cat(parts, -2)  # (..., 2 n, D/n)
+        out = self.convolution(image.reshape(-1, 1, *image.shape[-2:]))
+        return out.view(*head.shape[:-1], out.shape[-1])
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: ConvolutionOptions) -> None:
@@ -201,18 +189,15 @@ class ConvolvedScorer(Scorer):
 
 
 class ConEx(ConvolvedScorer):
-    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
-
-    Answers tail queries only. Raises ConfigError when D is odd or not reciprocal.
-    """
+    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...)."""
 
     name = "conex"
     formula = "ConEx (Demir and Ngonga Ngomo 2021): ComplEx with conv(h, r) as a fourth factor."
-    units = 2
+    multiple = 2
     is_complex = relation_is_complex = True
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        c_re, c_im = components(self.convolution(anchor, relation), 2).unbind(-1)
+        c_re, c_im = components(self.convolved(anchor, relation), 2).unbind(-1)
         (h_re, h_im), (r_re, r_im) = (components(x, 2).unbind(-1) for x in (anchor, relation))
         real = c_re * h_re * r_re - c_im * h_im * r_im
         imaginary = c_re * h_re * r_im + c_im * h_im * r_re
@@ -220,18 +205,15 @@ class ConEx(ConvolvedScorer):
 
 
 class AConEx(ConvolvedScorer):
-    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
-
-    Answers tail queries only. Raises ConfigError when D is odd or not reciprocal.
-    """
+    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...)."""
 
     name = "aconex"
     formula = "AConEx (dice-embeddings): ComplEx with conv(h, r) added to its four products."
-    units, outputs = 2, 2
+    multiple = outputs = 2
     is_complex = relation_is_complex = True
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        a, b, c, d = self.convolution(anchor, relation).chunk(4, -1)  # D/2 each
+        a, b, c, d = self.convolved(anchor, relation).chunk(4, -1)  # D/2 each
         (h_re, h_im), (r_re, r_im) = (components(x, 2).unbind(-1) for x in (anchor, relation))
         real = (a + h_re * r_re) - (d + h_im * r_im)
         imaginary = (b + h_re * r_im) + (c + h_im * r_re)
@@ -242,29 +224,27 @@ class ConvQ(ConvolvedScorer):
     """QMult whose product is multiplied elementwise by a convolution of h and r.
 
     An entity row holds D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
-    Answers tail queries only. Raises ConfigError when D is not a multiple of 4 or not reciprocal.
     """
 
     name = "convq"
     formula = "ConvQ (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, quaternions."
-    units, levels = 4, 2
-    table: Tensor  # multiplication table, (units, units, units)
+    multiple, levels = 4, 2
+    table: Tensor  # multiplication table, (n, n, n)
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.register_buffer("table", cayley_dickson(self.levels), persistent=False)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        return self.convolution(anchor, relation) * product(anchor, relation, self.table)
+        return self.convolved(anchor, relation) * product(anchor, relation, self.table)
 
 
 class ConvO(ConvQ):
     """OMult whose product is multiplied elementwise by a convolution of h and r.
 
-    An entity row holds D/8 octonions, with eight consecutive components each. Answers tail queries
-    only. Raises ConfigError when D is not a multiple of 8 or not reciprocal.
+    An entity row holds D/8 octonions, with eight consecutive components each.
     """
 
     name = "convo"
     formula = "ConvO (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, octonions."
-    units, levels = 8, 3
+    multiple, levels = 8, 3

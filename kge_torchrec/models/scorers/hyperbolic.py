@@ -1,7 +1,5 @@
 """A scorer in hyperbolic space with a learned curvature per relation.
 
-    RotH  Chami et al. 2020   -d(Rot_r exp_0(h) (+) exp_0(v_r), exp_0(t))^2
-
 exp_0 maps tangent vectors at 0 to points of the ball of curvature -c: exp_0(u) has the direction
 of u and lies at tanh(|u| sqrt(c)) / sqrt(c) from 0 in the ball, a hyperbolic distance of 2 |u|.
 x (+) y is Moebius addition: y moved by the translation that takes 0 to x.
@@ -34,7 +32,7 @@ from torch.nn.functional import softplus
 
 from kge_torchrec.kernels.comparisons import Comparison, Index, products
 from kge_torchrec.kernels.operators import block_device, pairwise, pick, rotated
-from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
 # Tangent vectors are clamped at |u| sqrt(c) = 10 (a distance of 20 from 0 for curvature -1), so
@@ -74,10 +72,10 @@ class RotH(Scorer):
     A relation row holds D/2 phases, D elements of the translation v_r (also a tangent vector), and
     one element whose softplus is the curvature c. The paper uses model.biases true. The authors'
     code also translates before it rotates; their formula does not. Answers tail queries only.
-    Raises ConfigError when D is odd or not reciprocal.
     """
 
     name = "roth"
+    multiple = 2
     comparison = MinusSquaredDistance()
     is_distance = True
     needs_reciprocal = True
@@ -88,14 +86,9 @@ class RotH(Scorer):
     )
 
     @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 2, GROUPS[2]
-
-    @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
         return dim // 2 + dim + 1
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize phases uniformly over the circle and, as the authors do, c to softplus(1)."""
         super().reset_parameters(fill, stream)

@@ -35,18 +35,10 @@ class UnitNorm(nn.Module):
 
 
 def normalization_of(name: str, dim: int) -> nn.Module:
-    """Return the normalization layer for rows of dim elements.
-
-    Args:
-        name: "none", "unit" or "layer" (LayerNorm with scale and shift).
-        dim: Elements per row.
-    """
-    made: dict[str, Callable[[], nn.Module]] = {
-        "none": nn.Identity,
-        "unit": UnitNorm,
-        "layer": lambda: nn.LayerNorm(dim),
-    }
-    return made[name]()
+    """Return the layer of model.normalization for rows of dim elements."""
+    if name == "layer":
+        return nn.LayerNorm(dim)
+    return UnitNorm() if name == "unit" else nn.Identity()
 
 
 def init_layers(module: nn.Module, stream: np.random.Generator) -> None:
@@ -57,19 +49,17 @@ def init_layers(module: nn.Module, stream: np.random.Generator) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            _start(layer.weight, layer.bias, stream)
+            weight, bias = layer.weight, layer.bias
         elif isinstance(layer, nn.MultiheadAttention):  # its output projection is an nn.Linear
-            _start(layer.in_proj_weight, layer.in_proj_bias, stream)
+            weight, bias = layer.in_proj_weight, layer.in_proj_bias
+        else:
+            continue
+        uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
+        if bias is not None:
+            nn.init.zeros_(bias)
 
 
 def uniform(parameter: Tensor, bound: float, stream: np.random.Generator) -> None:
     """Fill a parameter with values drawn uniformly from [-bound, bound)."""
     drawn = stream.uniform(-bound, bound, parameter.shape)
-    with torch.no_grad():
-        parameter.copy_(torch.from_numpy(drawn))
-
-
-def _start(weight: Tensor, bias: Tensor | None, stream: np.random.Generator) -> None:
-    uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
-    if bias is not None:
-        nn.init.zeros_(bias)
+    parameter.copy_(torch.from_numpy(drawn))

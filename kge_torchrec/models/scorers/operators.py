@@ -31,7 +31,7 @@ from kge_torchrec.kernels.comparisons import (
     euclidean,
 )
 from kge_torchrec.kernels.operators import pairwise, pick, times
-from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.bilinear import bilinear_query
 from kge_torchrec.models.scorers.layers import Fill
 
@@ -129,7 +129,7 @@ class Operator(Scorer):
     A relation row holds the parameters of the head's operator, then those of the tail's: none for
     identity (but one in all), D for translation, diagonal and complex, D x D for linear. Operators
     start near the identity. With model.reciprocal every query is a tail query, so the entity of the
-    query counts as the head. Raises ConfigError when an operator is complex and D is odd.
+    query counts as the head.
     """
 
     @dataclass(frozen=True)
@@ -160,13 +160,13 @@ class Operator(Scorer):
         "Operator (El-Kishky et al. 2022): score(h, r, t) = compare(S_r h, D_r t) / temperature."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **shared: Any):
+        super().__init__(*args, **shared)
         options = self.options
         kinds = {options.head, options.tail} - {"identity"}
         self.is_complex, self.relation_is_complex = "complex" in kinds, kinds == {"complex"}
         self.is_distance = self.measures_distance(options)
-        on_answers = {options.tail} if reciprocal else kinds
+        on_answers = {options.tail} if self.reciprocal else kinds
         self._has_offsets = options.comparator == "dot" and "translation" in on_answers
         plain = ("identity", "translation") if self.is_distance else ("identity",)
         self.comparison = OperatedRows(
@@ -176,8 +176,8 @@ class Operator(Scorer):
             self.comparison = Shifted(InnerProduct()) if self._has_offsets else InnerProduct()
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return (2, GROUPS[2]) if "complex" in (options.head, options.tail) else (1, "")
+    def multiple_of(cls, options: Options) -> int:
+        return 2 if "complex" in (options.head, options.tail) else 1
 
     @classmethod
     def relation_dim(cls, dim: int, options: Options) -> int:
@@ -187,11 +187,10 @@ class Operator(Scorer):
     def measures_distance(cls, options: Options) -> bool:
         return options.comparator == "l2"
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize operators to the identity plus values as configured."""
         super().reset_parameters(fill, stream)
-        for operator, rows in zip(self._names, self._split(self.relations), strict=True):
+        for operator, rows in self._operators(self.relations):
             if operator == "diagonal":
                 rows += 1
             elif operator == "complex":
@@ -200,7 +199,7 @@ class Operator(Scorer):
                 rows += torch.eye(self.dim).flatten()
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        own, other = zip(self._names, self._split(relation), strict=True)
+        own, other = self._operators(relation)
         if side == "head":
             own, other = other, own
         point, (operator, parameters) = applied(own[0], anchor, own[1]), other
@@ -216,11 +215,7 @@ class Operator(Scorer):
         offset = point * parameters if operator == "translation" else torch.zeros_like(point)
         return vector, offset.sum(-1, keepdim=True)
 
-    @property
-    def _names(self) -> tuple[str, str]:
-        return self.options.head, self.options.tail
-
-    def _split(self, relation: Tensor) -> tuple[Tensor, Tensor]:
-        """Split relation rows into the parameters of the head's and of the tail's operator."""
+    def _operators(self, relation: Tensor) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+        """Return the name and the parameters of the head's and of the tail's operator."""
         head, tail = relation.split(widths(self.options, self.dim), -1)
-        return head, tail
+        return (self.options.head, head), (self.options.tail, tail)

@@ -1,9 +1,5 @@
 """Scorers whose relations rotate the entity, by phases or by reflections.
 
-    RotatE  Sun et al. 2019    -sum_k |h_k e^(i r_k) - t_k|, or -||h e^(i r) - t||
-    RotE    Chami et al. 2020  -||Rot_r h + v_r - t||^2, Rot_r as in RotatE
-    HousE   Li et al. 2022     -sum_i ||H_r P_r h_i - Q_r t_i||, blocks i
-
 In HousE, H_r is a rotation: a product of Householder reflections x - 2 u <u, x>. P_r and Q_r are
 products of Householder projections x - s u <u, x>. The vectors u have length 1, and each block has
 vectors of its own.
@@ -18,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
@@ -31,33 +26,24 @@ from kge_torchrec.kernels.comparisons import (
     removed,
 )
 from kge_torchrec.kernels.operators import rotated
-from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
 class RotatE(Scorer):
     """An entity row holds D/2 complex numbers, which a relation rotates by its D/2 phases.
 
-    A rotation keeps distances, so the head query is t e^(-i r). Raises ConfigError when D is odd.
+    A rotation keeps distances, so the head query is t e^(-i r).
     """
 
     name = "rotate"
+    multiple, relation_vectors = 2, 0.5
     start = ("uniform", 0.25)
     is_distance = True
-    entity_metric = "moduli"
     comparison: Comparison = MinusDistance("moduli")
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # only entities: relations are phases
 
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 2, GROUPS[2]
-
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        return dim // 2
-
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize phases uniformly over the circle; the configured distribution is not used."""
         uniform(self.relations, math.pi, stream)
@@ -73,7 +59,6 @@ class RotatEL2(RotatE):
     """
 
     name = "rotate_l2"
-    entity_metric = "euclidean"
     comparison = MinusDistance("euclidean")
     formula = "RotatE (Sun et al. 2019) by the length: score(h, r, t) = -||h e^(i r) - t||."
 
@@ -83,24 +68,16 @@ class RotE(Scorer):
 
     A relation row holds D/2 phases, then the D elements of the translation v_r. The head query is
     Rot_r^-1 (t - v_r). The paper uses model.biases true. The authors store a rotation as a pair of
-    elements normalized to length 1; this class stores its phase. Raises ConfigError when D is odd.
+    elements normalized to length 1; this class stores its phase.
     """
 
     name = "rote"
+    multiple, relation_vectors = 2, 1.5
     is_distance = True
     formula = "RotE (Chami et al. 2020): score(h, r, t) = -||Rot_r h + v_r - t||^2."
     comparison = MinusDistance("squares")
     is_complex = True  # entities only
 
-    @classmethod
-    def multiple(cls, options: Any) -> tuple[int, str]:
-        return 2, GROUPS[2]
-
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        return dim // 2 + dim
-
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize phases uniformly over the circle, translations as configured."""
         super().reset_parameters(fill, stream)
@@ -120,7 +97,7 @@ class HousE(Scorer):
     first the reflections, then the projections of heads, then those of tails. The scales s have D/k
     elements per projection: first those of heads, then those of tails. 2 (k // 2) reflections make
     any rotation. projections 0 is the paper's HousE-r. Scales are unbounded; the authors' code
-    bounds them. Raises ConfigError when k does not divide D.
+    bounds them.
     """
 
     @dataclass(frozen=True)
@@ -156,12 +133,11 @@ class HousE(Scorer):
         "score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
+    def __init__(self, *args: Any, **shared: Any):
+        super().__init__(*args, **shared)
         options = self.options
-        self.block, self.reflections = options.block, options.turns
-        self.projections = options.projections
-        self.sizes = self.sizes_of(dim, options)
+        self.block, self.projections = options.block, options.projections
+        self.sizes = self.sizes_of(self.dim, options)
         self.comparison = MinusProjected(self.block)
 
     @classmethod
@@ -175,10 +151,9 @@ class HousE(Scorer):
         return sum(cls.sizes_of(dim, options))
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return options.block, "model.options.block numbers are rotated together"
+    def multiple_of(cls, options: Options) -> int:
+        return options.block
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize vectors as configured, scales uniformly in [-0.01, 0.01)."""
         super().reset_parameters(fill, stream)
@@ -186,7 +161,7 @@ class HousE(Scorer):
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
         turn, head_vectors, tail_vectors, head_scales, tail_scales = relation.split(self.sizes, -1)
-        turns = self._units(turn, self.reflections).unbind(-3)
+        turns = self._units(turn, self.options.turns).unbind(-3)
         scales = (self.projections, 1, self.dim // self.block)
         heads, tails = (
             (self._units(vectors, self.projections), of_vectors.unflatten(-1, scales))

@@ -1,7 +1,5 @@
 """A transformer as a scorer.
 
-    CoKE  Wang et al. 2019  <z, t>, z the transformer's state of the masked t
-
 Shapes: D elements per entity row.
 """
 
@@ -29,7 +27,7 @@ class CoKE(Scorer):
     is compared with entity rows. The head query (?, r, t) has the tokens [MASK], r, t. Without
     reciprocal relations the two sides score a triple differently, as in the paper. The authors'
     code adds a bias per entity, which the paper's formula lacks; it is left out. hidden_dropout
-    also applies inside the encoder. Raises ConfigError when heads does not divide D.
+    also applies inside the encoder.
     """
 
     @dataclass(frozen=True)
@@ -59,10 +57,10 @@ class CoKE(Scorer):
         "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, **shared)
-        heads, width = self.options.heads, self.options.feed_forward_dim or 2 * dim
-        dropout = self.hidden_dropout.p
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        dim, heads, dropout = self.dim, self.options.heads, self.hidden_dropout.p
+        width = self.options.feed_forward_dim or 2 * dim
         self.mask = nn.Parameter(torch.empty(1, dim))
         self.positions = nn.Parameter(torch.empty(3, dim))
         self.input_norm = nn.LayerNorm(dim)
@@ -74,10 +72,9 @@ class CoKE(Scorer):
         self.output = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim))
 
     @classmethod
-    def multiple(cls, options: Options) -> tuple[int, str]:
-        return options.heads, "model.options.heads share it"
+    def multiple_of(cls, options: Options) -> int:
+        return options.heads
 
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize relations, mask and positions from the configured distribution."""
         super().reset_parameters(fill, stream)

@@ -1,17 +1,9 @@
 """Scorers that translate or scale a point by the relation and measure its distance to the answer.
 
-    TransE  Bordes et al. 2013           -||h + r - t||_p, p = 1 or 2
-    TransH  Wang et al. 2014             -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>
-    MuRE    Balazevic et al. 2019        -||R_r h - (t + v_r)||^2 + b_h + c_t
-    PairRE  Chao et al. 2021             -||h * r_head - t * r_tail||_1, |h| = |t| = 1
-    Pyke    Demir and Ngonga Ngomo 2019  -(||h - r|| + ||r - t||) / 2
-
 Shapes: D elements per entity row.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +35,6 @@ class TransEL1(TransE):
     """
 
     name = "transe_l1"
-    entity_metric = "manhattan"
     comparison = MinusDistance("manhattan")
 
 
@@ -54,7 +45,6 @@ class TransEL2(TransE):
     """
 
     name = "transe_l2"
-    entity_metric = "euclidean"
     comparison = MinusDistance("euclidean")
 
 
@@ -68,16 +58,13 @@ class TransH(Scorer):
     """
 
     name = "transh"
+    relation_vectors = 2
     start = ("uniform", 0.25)
     is_distance = True
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
     comparison = OnHyperplane()
-
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        return 2 * dim
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
         normal, shift = relation.chunk(2, -1)
@@ -93,17 +80,13 @@ class MuRE(Scorer):
     """
 
     name = "mure"
+    relation_vectors = 2
     start = ("uniform", 0.25)
     is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
     has_biases = True
     comparison = MinusDistance("scaled_squares")
 
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        return 2 * dim
-
-    @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize translations as configured, diagonals uniformly in [-1, 1)."""
         super().reset_parameters(fill, stream)
@@ -122,17 +105,13 @@ class PairRE(Scorer):
     """
 
     name = "pairre"
+    relation_vectors = 2
     start = ("uniform", 0.25)
     is_distance = True
-    entity_metric = "manhattan"
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
     )
     comparison = MinusDistance("scaled_manhattan")
-
-    @classmethod
-    def relation_dim(cls, dim: int, options: Any) -> int:
-        return 2 * dim
 
     def normalized(self, vectors: Tensor) -> Tensor:
         return nn.functional.normalize(super().normalized(vectors), dim=-1)
