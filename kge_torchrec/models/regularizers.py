@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 class Regularizer:
     """A penalty on each row of a triple, added to the triple's loss with a weight.
 
-    Subclasses implement ``penalty``. The fields of a subclass's ``Options`` are passed to its
-    constructor by name. The builder sets ``relation_weight``, the weight for relation rows; None
-    means ``weight``.
+    Subclasses implement ``penalty``. The constructor takes the fields of ``Options`` and keeps them
+    as ``options``. ``weight`` and ``relation_weight`` are those of the options if they have them.
     """
 
     @dataclass(frozen=True)
@@ -50,10 +49,11 @@ class Regularizer:
         relation_weight: Optional[float] = None  # noqa: UP045 - jsonargparse on Python 3.10
 
     takes_triples = False  # whether it is a ``TripleRegularizer``
-    relation_weight: float | None = None
 
-    def __init__(self, weight: float = 0.0):
-        self.weight = weight
+    def __init__(self, *values: Any, **options: Any):
+        self.options: Any = self.Options(*values, **options)  # typed Any: each class has its own
+        self.weight: float = getattr(self.options, "weight", 1.0)
+        self.relation_weight: float | None = getattr(self.options, "relation_weight", None)
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
         """Return the penalty of each row: (..., D) -> (...).
@@ -101,9 +101,9 @@ class Lp(N3):
             if not self.p >= 1:
                 raise ValueError(f"p must be >= 1, got {self.p}")
 
-    def __init__(self, weight: float = 0.0, p: float = 3.0):
-        super().__init__(weight)
-        self.p = p
+    def __init__(self, *values: Any, **options: Any):
+        super().__init__(*values, **options)
+        self.p = self.options.p
 
 
 class _Powers(torch.autograd.Function):
@@ -230,9 +230,9 @@ class IVR(TripleRegularizer):
                 if not getattr(self, name) >= 0:
                     raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
-    def __init__(self, alpha: float = 3.0, lambda1: float = 0.0, lambda2: float = 0.0):
-        self.alpha, self.lambda1, self.lambda2 = alpha, lambda1, lambda2
-        super().__init__(1.0 if lambda1 or lambda2 else 0.0)
+    def __init__(self, *values: Any, **options: Any):
+        super().__init__(*values, **options)
+        self.weight = 1.0 if self.options.lambda1 or self.options.lambda2 else 0.0
 
     @classmethod
     def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
@@ -246,13 +246,13 @@ class IVR(TripleRegularizer):
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
         relation_rows = scorer.relation(scorer.direct(relation, side)[0], drop=False)
-        powers = []
+        options, powers = self.options, []
         for rows in (scorer.vectors(anchor), relation_rows, scorer.vectors(answer)):
             parts = rows.unflatten(-1, (-1, scorer.part_size)).unbind(-1)
             # The gradient at 0 is 0: an exponent below 0 would make it nan.
-            powers.append((sum(part.square() for part in parts) + 1e-30).pow(self.alpha / 2))
+            powers.append((sum(part.square() for part in parts) + 1e-30).pow(options.alpha / 2))
         x, y, z = powers
-        total = 2 * self.lambda1 * (x + y + z) + 2 * self.lambda2 * (x * y + y * z + z * x)
+        total = 2 * options.lambda1 * (x + y + z) + 2 * options.lambda2 * (x * y + y * z + z * x)
         return total.sum(-1)
 
 

@@ -49,7 +49,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective, TripleObjective
-from kge_torchrec.models.regularizers import Regularizer, Regularizers
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.disk_table import DiskTable
@@ -77,14 +77,8 @@ def build_loss(config: LossConfig) -> Loss:
 
 def build_regularizers(config: LossConfig) -> Regularizers:
     """Make the regularizers of loss.n3 and loss.regularizers, with their weights for relations."""
-    others = []
-    for name, options in config.regularizer_options().items():
-        values, weight = asdict(options), None
-        if isinstance(options, Regularizer.Options):
-            weight = values.pop("relation_weight")
-        made: Regularizer = construct("regularizer", name, **values)
-        made.relation_weight = weight
-        others.append(made)
+    chosen = config.regularizer_options().items()
+    others = [construct("regularizer", name, **asdict(options)) for name, options in chosen]
     return Regularizers(config.n3, others)
 
 

@@ -81,6 +81,14 @@ def test_penalty_is_added_to_the_loss(folder):
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
 
 
+def test_penalty_of_whole_triples_is_added_to_the_loss(folder):
+    built = build_regularizers(LossConfig(regularizers={"my_parts.apart:Apart": 0.5}))
+    anchor, answer = torch.tensor([[1.0, -4.0, 7.0, 8.0]]), torch.tensor([[3.0, -1.0, 0.0, 9.0]])
+    scorer = SCORERS["complex"](1, 2, biases=True)  # the last two elements are biases
+    penalty = built.of_triples(scorer, anchor, torch.tensor([0]), answer, "tail")
+    torch.testing.assert_close(penalty, torch.tensor([0.5 * (4 + 9)]))
+
+
 # The negative samplers
 
 

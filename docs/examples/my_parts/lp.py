@@ -19,9 +19,5 @@ class Lp(Regularizer):
 
         p: float = 1.0
 
-    def __init__(self, weight, p):
-        super().__init__(weight)
-        self.p = p
-
     def penalty(self, rows, is_complex):
-        return rows.abs().pow(self.p).sum(-1)
+        return rows.abs().pow(self.options.p).sum(-1)
