@@ -26,11 +26,10 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.environment import silence_dependencies
-from kge_torchrec.kernels import score_gradients
-from kge_torchrec.kernels.counts import count_block
-from kge_torchrec.kernels.distinct import distinct
+from kge_torchrec.kernels import scores as score_kernels
 from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
+from kge_torchrec.kernels.operators import count_block, distinct
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.rows import update_rows
 from kge_torchrec.kernels.triple_products import EncodeTriples
@@ -47,9 +46,9 @@ def load_kernels() -> None:
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
     statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
-    score_gradients.normalizers(scores, statistics, True)
-    score_gradients.gradients(scores, statistics, torch.ones(1), None, True)
-    score_gradients.LogSums.apply(scores, None, True)
+    score_kernels.normalizers(scores, statistics, True)
+    score_kernels.gradients(scores, statistics, torch.ones(1), statistics, True)
+    score_kernels.LogSums.apply(scores, scores > 0, True)
     distinct(torch.zeros(2, dtype=torch.int64))
     dropped(torch.ones(2), 0.5, 0)
     none = torch.zeros(1, dtype=torch.int64)

@@ -27,8 +27,8 @@ from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
-from kge_torchrec.kernels.distinct import on_cpu
 from kge_torchrec.kernels.library import arrays
+from kge_torchrec.kernels.operators import IMPLEMENTATION
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
@@ -302,7 +302,7 @@ class FilteredSampler(NegativeSampler):
     def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor:
         head, relation, tail = triples.unbind(1)
         anchor = head if chunks.side == "tail" else tail
-        if on_cpu(candidates):
+        if IMPLEMENTATION["ids"](candidates) == "numba":
             known = self._known.contains(chunks.side, *arrays(anchor, relation, candidates))
             facts = torch.from_numpy(known)
         else:

@@ -19,8 +19,8 @@ from kge_torchrec.data.negatives import Chunks, NegativeSampler, places_among
 from kge_torchrec.data.store.filter_index import anchors_of, keys_of, relations_of
 from kge_torchrec.data.store.search import mark_members
 from kge_torchrec.data.types import EntityTypes
-from kge_torchrec.kernels.distinct import distinct, on_cpu
 from kge_torchrec.kernels.library import arrays
+from kge_torchrec.kernels.operators import IMPLEMENTATION, distinct
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
@@ -83,7 +83,7 @@ class TypedSampler(NegativeSampler):
 
     def _are_members(self, kind: Tensor, candidates: Tensor, chunk: Tensor) -> Tensor:
         """Return which candidates (C, K) of chunks (B,) are of one kind each (B,): (B, K) bool."""
-        if on_cpu(candidates):
+        if IMPLEMENTATION["ids"](candidates) == "numba":
             found = torch.zeros(len(kind), candidates.shape[1], dtype=torch.bool)
             ends = self.starts[kind], self.starts[kind + 1]
             mark_members(*arrays(self.members, *ends, candidates, chunk, found))

@@ -4,7 +4,7 @@ Distances keep full precision. The matrix-product form of the Euclidean distance
 (``squares_by_products``) is many times faster but loses digits where distances are small; ranking
 with it would disagree with the scores of single triples. Only training uses it. On a CPU the
 kernels of ``pair_scores`` compute distances. On CUDA training uses ``fused_distances``, and ranking
-``triton_distances`` and ``triton_ranking``. In ranking, the result for a pair does not depend on
+``triton_pairs``. In ranking, the result for a pair does not depend on
 its position, so that ties stay ties.
 
 HousE projects rows before their distance is measured. A Householder projection maps each block x of
@@ -258,7 +258,7 @@ def distance(
     if implementation == "inductor":
         return fused(kind, query, rows, maps)
     if implementation == "triton":
-        from kge_torchrec.kernels.triton_distances import distances  # needs Triton
+        from kge_torchrec.kernels.triton_pairs import distances  # needs Triton
 
         return distances(query, rows, maps, kind)
     if kind == "euclidean":
@@ -332,7 +332,7 @@ def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
             *query.shape[:2], rows.shape[1]
         )
     if not aligned and IMPLEMENTATION["products"](query) == "triton":
-        from kge_torchrec.kernels.triton_ranking import products as tiled  # needs Triton
+        from kge_torchrec.kernels.triton_pairs import products as tiled  # needs Triton
 
         return tiled(query, rows)
     if len(query) != 1:

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.library import CPU_AND_CUDA, EPSILON, Distance, Mapped, operator
 
 Kind = Distance | Mapped
 
@@ -48,18 +48,18 @@ def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -
     return _Fused.apply(kind, *inputs)
 
 
-@torch.library.custom_op("kge_torchrec::in_memory", mutates_args=())
-def in_memory(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     """Copy x, so that Inductor reads it and does not compute x anew for every pair."""
     return x.clone()
 
 
-@in_memory.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-in_memory.register_autograd(lambda ctx, grad: grad)
+in_memory = operator(
+    "in_memory",
+    _copy,
+    torch.empty_like,
+    backward=lambda ctx, grad: grad,
+    devices=CPU_AND_CUDA,
+)
 
 
 class _Fused(torch.autograd.Function):
@@ -73,10 +73,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         known, *inputs = ctx.saved_tensors
-        arguments = ctx.kind, grad, known, *inputs
         gradients = _GRADIENTS[: len(inputs)]
         kernels = (_kernel(gradient, ctx.kind, inputs[0]) for gradient in gradients)
-        return None, *(kernel(*arguments) for kernel in kernels)
+        return None, *(kernel(ctx.kind, grad, known, *inputs) for kernel in kernels)
 
 
 def _kernel(formula: Callable[..., Any], kind: Kind, query: Tensor) -> Callable[..., Any]:
@@ -99,32 +98,40 @@ def _compiled(formula: Any, kind: Kind, dtype: torch.dtype) -> Callable[..., Any
     return torch.compile(FunctionType(code, formula.__globals__, None, formula.__defaults__))
 
 
-# One operation per kernel for plans, which count shapes on the meta device.
-_LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
-_LIBRARY.define("value_of_pairs(Tensor query, Tensor rows) -> Tensor")
-_LIBRARY.define("gradient_of_pairs(Tensor grad, Tensor of) -> Tensor")
-VALUE_OF_PAIRS = torch.ops.kge_torchrec.value_of_pairs
-GRADIENT_OF_PAIRS = torch.ops.kge_torchrec.gradient_of_pairs
+# One operation per kernel for plans, which count shapes on the meta device. Nothing runs them.
+def _never(one: Tensor, other: Tensor) -> Tensor:
+    raise NotImplementedError
 
 
-@torch.library.impl(_LIBRARY, "value_of_pairs", "Meta")
-def _of_pairs(query: Tensor, rows: Tensor) -> Tensor:
-    return query.new_empty(*query.shape[:2], rows.shape[1])
+VALUE_OF_PAIRS = operator(
+    "value_of_pairs",
+    _never,
+    lambda query, rows: query.new_empty(*query.shape[:2], rows.shape[1]),
+).overloadpacket
+GRADIENT_OF_PAIRS = operator(
+    "gradient_of_pairs", _never, lambda grad, of: torch.empty_like(of)
+).overloadpacket
 
 
-@torch.library.impl(_LIBRARY, "gradient_of_pairs", "Meta")
-def _like(grad: Tensor, of: Tensor) -> Tensor:
-    return torch.empty_like(of)
-
-
-def _planned(formula: Callable[..., Any], kind: Kind, *arguments: Tensor) -> Any:
+def _planned(formula: Callable[..., Any], kind: Kind, *args: Tensor) -> Any:
     """Return the formula's results on the meta device, by the operations above."""
     if formula is not _value:
-        grad, _, *inputs = arguments
-        of = inputs[_GRADIENTS.index(formula)]
-        return GRADIENT_OF_PAIRS(grad, of)
-    value = VALUE_OF_PAIRS(*arguments[:2])
+        grad, _, *inputs = args
+        return GRADIENT_OF_PAIRS(grad, inputs[_GRADIENTS.index(formula)])
+    value = VALUE_OF_PAIRS(*args[:2])
     return value, value if kind == "euclidean" else None
+
+
+def _difference(query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
+    """Return differences (C, b, K, D), which compiled code never has in memory."""
+    points = rows[:, None] if maps is None else maps[:, :, None] * rows[:, None]
+    return query[:, :, None] - points
+
+
+def _moduli(difference: Tensor) -> Tensor:
+    """Return the moduli of complex numbers: (..., D) -> (..., D/2)."""
+    real, imaginary = difference[..., 0::2], difference[..., 1::2]
+    return (real.square() + imaginary.square() + EPSILON).sqrt()
 
 
 def _value(
@@ -143,10 +150,9 @@ def _value(
     return value, value
 
 
-def _difference(query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
-    """Return differences (C, b, K, D), which compiled code never has in memory."""
-    points = rows[:, None] if maps is None else maps[:, :, None] * rows[:, None]
-    return query[:, :, None] - points
+# The gradients of queries (C, b, D), rows (C, K, D) and maps (C, b, D), from those of the distances
+# (C, b, K) and what ``_value`` knows of each pair. Those of rows and maps have differences of the
+# opposite sign: Inductor would keep differences that several gradients share.
 
 
 def _gradient_of_query(
@@ -157,8 +163,7 @@ def _gradient_of_query(
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of the queries, (C, b, D)."""
-    return _summed(_Pairs(kind, grad, known), _difference(query, rows, maps), 2)
+    return _summed(kind, grad, known, _difference(query, rows, maps), 2)
 
 
 def _gradient_of_rows(
@@ -169,55 +174,39 @@ def _gradient_of_rows(
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of the rows, (C, K, D)."""
-    # With the opposite sign: Inductor would keep differences that both gradients share.
     difference = -_difference(query, rows, maps)
     factor = None if maps is None else maps[:, :, None]
-    return _summed(_Pairs(kind, grad, known), difference, 1, factor)
+    return _summed(kind, grad, known, difference, 1, factor)
 
 
 def _gradient_of_maps(
     kind: Kind, grad: Tensor, known: Tensor | None, query: Tensor, rows: Tensor, maps: Tensor
 ) -> Tensor:
-    """Return the gradient of the maps, (C, b, D)."""
-    difference = _difference(query, rows, maps)
-    return _summed(_Pairs(kind, grad, known), -difference, 2, rows[:, None])
+    return _summed(kind, grad, known, -_difference(query, rows, maps), 2, rows[:, None])
 
 
 _GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
 
 
-class _Pairs(NamedTuple):
-    """The inputs of the gradients of all pairs, besides the differences."""
-
-    kind: Kind
-    grad: Tensor  # (C, b, K), of the distances
-    known: Tensor | None  # (C, b, K), from ``_value``
-
-
-def _summed(pairs: _Pairs, difference: Tensor, dim: int, factor: Tensor | None = None) -> Tensor:
+def _summed(
+    kind: Kind,
+    grad: Tensor,
+    known: Tensor | None,
+    difference: Tensor,
+    dim: int,
+    factor: Tensor | None = None,
+) -> Tensor:
     """Sum the gradients by the differences (C, b, K, D), times a factor if any, over b or K."""
-    grad = pairs.grad
-    if pairs.kind == "moduli":
+    if kind == "moduli":
         # Both parts share a value that is computed from four others, without the factor of grad.
         moduli = _moduli(difference)
         units = [difference[..., part::2] / moduli for part in (0, 1)]
         return torch.stack([(grad[..., None] * unit).sum(dim) for unit in units], -1).flatten(-2)
-    gradients = _pair_gradients(pairs, difference)
-    return (gradients if factor is None else gradients * factor).sum(dim)
-
-
-def _pair_gradients(pairs: _Pairs, difference: Tensor) -> Tensor:
-    kind, grad, known = pairs
     if kind in ("manhattan", "scaled_manhattan"):
-        return grad[..., None] * difference.sign()
-    if kind == "scaled_squares":
-        return 2 * grad[..., None] * difference
-    assert known is not None  # of "euclidean": 0 where rows are equal, as in torch.cdist
-    return torch.where(known > 0, grad / known, 0)[..., None] * difference
-
-
-def _moduli(difference: Tensor) -> Tensor:
-    """Return the moduli of complex numbers: (..., D) -> (..., D/2)."""
-    real, imaginary = difference[..., 0::2], difference[..., 1::2]
-    return (real.square() + imaginary.square() + EPSILON).sqrt()
+        gradients = grad[..., None] * difference.sign()
+    elif kind == "scaled_squares":
+        gradients = 2 * grad[..., None] * difference
+    else:
+        assert known is not None  # of "euclidean": 0 where rows are equal, as in torch.cdist
+        gradients = torch.where(known > 0, grad / known, 0)[..., None] * difference
+    return (gradients if factor is None else gradients * factor).sum(dim)

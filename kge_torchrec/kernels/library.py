@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
+CPU_AND_CUDA = "CPU", "CUDA"
 
 
 def operator(
@@ -33,7 +34,7 @@ def operator(
     mutates: tuple[str, ...] = (),
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    cuda: Callable[..., Any] | None = None,
+    devices: tuple[str, ...] = ("CPU",),
 ) -> OpOverload:
     """Register a function as the implementation of an operator.
 
@@ -44,16 +45,15 @@ def operator(
         mutates: The arguments that the function writes into.
         save: Saves for backward, as ``setup_context`` of ``torch.library.register_autograd``.
         backward: The gradients by the inputs; None for an operator without gradient.
-        cuda: The implementation for CUDA; None for an operator that only a CPU has.
+        devices: Where the function serves, as torch names its dispatch keys.
 
     Returns:
         The operator.
     """
     full_name = f"kge_torchrec::{name}"
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
-    _LIBRARY.impl(name, function, "CPU")
-    if cuda is not None:
-        _LIBRARY.impl(name, cuda, "CUDA")
+    for device in devices:
+        _LIBRARY.impl(name, function, device)
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)

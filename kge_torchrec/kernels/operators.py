@@ -97,16 +97,21 @@ def _for_counts(scores: Tensor) -> str:
     return "numba" if scores.device.type == "cpu" else "triton" if has_triton() else "torch"
 
 
+def _for_ids(ids: Tensor) -> str:
+    return "numba" if ids.device.type == "cpu" else "torch"
+
+
 # Which implementation runs: for each operation, a function of one of its tensors. "numba" serves
 # CPUs, "triton" CUDA, "inductor" CUDA where distances need gradients, and "torch" everything else.
 IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
     "pairs": _for_pairs,  # scores of queries with rows that an index selects, by pair_scores
-    "distances": _for_distances,  # pair_scores, triton_distances, fused_distances
-    "products": _for_products,  # inner products whose bits do not depend on places: triton_ranking
-    "sums": _for_float32,  # log_sum_exp and softplus_sum: score_gradients
+    "distances": _for_distances,  # pair_scores, triton_pairs, fused_distances
+    "products": _for_products,  # inner products whose bits do not depend on places: triton_pairs
+    "sums": _for_float32,  # log_sum_exp and softplus_sum: scores
     "dropout": _for_float32,
-    "full_scores": _for_full_scores,  # normalizers and gradients: score_, triton_gradients
-    "counts": _for_counts,  # counts, triton_ranking
+    "full_scores": _for_full_scores,  # normalizers and gradients: scores, triton_scores
+    "counts": _for_counts,  # scores, triton_scores
+    "ids": _for_ids,  # distinct ids, and members of sorted arrays: ids, data.store.search
 }
 
 
@@ -144,43 +149,33 @@ def dropped(values: Tensor, share: float) -> Tensor:
     return dropout(values, share)
 
 
-def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
+def log_sum_exp(scores: Tensor, mask: Tensor) -> Tensor:
     """Return log sum exp s over the candidates that count.
 
     Args:
         scores: (..., K).
-        mask: (..., K) bool, None where all candidates count.
+        mask: (..., K) bool.
 
     Returns:
         (...).
     """
     if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
-        from kge_torchrec.kernels.score_gradients import LogSums
-
-        sums: Tensor = LogSums.apply(scores, mask, True)
-        return sums
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
-    return scores.logsumexp(-1)
+        return _log_sums(scores, mask, True)
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2).logsumexp(-1)
 
 
-def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the sum of log(1 + exp s) over the candidates that count.
-
-    Args:
-        scores: (..., K).
-        mask: (..., K) bool, None where all candidates count.
-
-    Returns:
-        (...).
-    """
+def softplus_sum(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of log(1 + exp s) over the candidates that count: see ``log_sum_exp``."""
     if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
-        from kge_torchrec.kernels.score_gradients import LogSums
+        return _log_sums(scores, mask, False)
+    return (softplus(scores) * mask).sum(-1)
 
-        sums: Tensor = LogSums.apply(scores, mask, False)
-        return sums
-    values = softplus(scores)
-    return (values if mask is None else values * mask).sum(-1)
+
+def _log_sums(scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
+    from kge_torchrec.kernels.scores import LogSums
+
+    sums: Tensor = LogSums.apply(scores, mask, softmax)
+    return sums
 
 
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
@@ -195,7 +190,7 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
         out.fill_(-torch.inf if softmax else 0.0)
         return
     if (found := IMPLEMENTATION["full_scores"](scores)) != "torch":
-        _full_kernels(found).normalizers(scores, out, softmax)
+        _score_kernels(found).normalizers(scores, out, softmax)
         return
     for part in _chunks(scores):
         if softmax:
@@ -206,7 +201,7 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
 
 
 def gradients(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor, softmax: bool
 ) -> None:
     """Overwrite scores by the gradients of weight (normalizer - rest sum s).
 
@@ -214,24 +209,64 @@ def gradients(
         scores: (Q, m), overwritten.
         normalizer: (Q,) float64, from ``normalizers``, over the scores of all entities.
         weight: (Q,) float32.
-        rest: (Q,) float64, subtracted from every gradient before the weight; None: 0.
+        rest: (Q,) float64, subtracted from every gradient before the weight.
         softmax: Which of the two normalizers.
     """
     if (found := IMPLEMENTATION["full_scores"](scores)) != "torch":
-        _full_kernels(found).gradients(scores, normalizer, weight, rest, softmax)
+        _score_kernels(found).gradients(scores, normalizer, weight, rest, softmax)
         return
     if softmax:
         scores.sub_(normalizer[:, None]).exp_()
     else:
         scores.sigmoid_()
-    if rest is not None:
-        scores.sub_(rest[:, None])
-    scores.mul_(weight[:, None])
+    scores.sub_(rest[:, None]).mul_(weight[:, None])
 
 
-def _full_kernels(found: str) -> Any:
-    name = "score_gradients" if found == "numba" else "triton_gradients"  # they load slowly
+def count_block(
+    scores: Tensor, values: Tensor, less: Tensor, equal: Tensor, query: Tensor | None = None
+) -> None:
+    """Add to running counts how many scores are below a value, or equal to it, for ranks.
+
+    Comparisons with NaN are false, so a NaN is counted neither as less nor as equal.
+
+    Args:
+        scores: (B, n) float32, contiguous: the scores of B queries in a block.
+        values: (M,) float32.
+        less: (M,) int64, contiguous.
+        equal: (M,) int64, contiguous.
+        query: (M,) int64, the row of scores that each value is compared with.  None: M is B.
+    """
+    if (found := IMPLEMENTATION["counts"](scores)) != "torch":
+        _score_kernels(found).counts(scores, values, query, less, equal)
+    elif query is None:
+        less += (scores < values[:, None]).sum(1)
+        equal += (scores == values[:, None]).sum(1)
+    else:
+        for first in range(0, len(values), max(1, len(scores))):
+            part = slice(first, first + max(1, len(scores)))
+            count_block(scores[query[part]], values[part], less[part], equal[part])
+
+
+def _score_kernels(found: str) -> Any:
+    name = "scores" if found == "numba" else "triton_scores"  # they load slowly
     return import_module(f"kge_torchrec.kernels.{name}")
+
+
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids in ascending order, and the place of each id among them.
+
+    Args:
+        ids: (M,) int64, none negative (not checked); M may be 0.
+
+    Returns:
+        The distinct ids (U,) and the places (M,), both int64.
+    """
+    if IMPLEMENTATION["ids"](ids) == "numba":
+        from kge_torchrec.kernels import ids as kernels
+
+        unique, places = kernels.distinct(ids.numpy())
+        return torch.from_numpy(unique), torch.from_numpy(places)
+    return torch.unique(ids, return_inverse=True)
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.kernels.ids import by_row, check_within
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper
 from kge_torchrec.kernels.library import EPSILON, Compared, Mapped, arrays, operator
 from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
-from kge_torchrec.kernels.rows import by_row, check_candidates
 
 _EPSILON, _ZERO, _ONE = np.float32(EPSILON), np.float32(0), np.float32(1)
 QUERIES = ROWS = 16  # per block of a thread: the rows of 16 queries stay in the nearest cache
@@ -71,7 +71,7 @@ def pair_scores(
 
 
 def _score(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: str) -> Tensor:
-    check_candidates(index, len(rows))
+    check_within("candidates", index, len(rows))
     scores = query.new_empty(*query.shape[:2], index.shape[1])
     _over_queries(_kernels(kind).score, query, maps, rows, index, scores)
     return scores

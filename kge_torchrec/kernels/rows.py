@@ -42,38 +42,6 @@ from kge_torchrec.kernels.jit import SUMS, helper, kernel
 from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
 
 _ROWS = 64  # rows per block of a thread
-
-
-def check_candidates(index: Tensor, count: int) -> None:
-    """Raise IndexError unless candidates (C, K) are positions in a table of ``count`` rows."""
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < count:
-        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {count} rows")
-
-
-@kernel
-def by_row(row_of_place: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sort places by their row, by a counting sort.
-
-    Args:
-        row_of_place: (M,) the row of each place, in [0, rows).
-        rows: U.
-
-    Returns:
-        Places (M,) and bounds (U + 1,): row u has places[bounds[u]:bounds[u + 1]], in order.
-    """
-    bounds = np.zeros(rows + 1, np.int64)
-    for row in row_of_place:
-        bounds[row + 1] += 1
-    for row in range(rows):
-        bounds[row + 1] += bounds[row]
-    filled, places = bounds[:rows].copy(), np.empty(row_of_place.shape[0], np.int64)
-    for place in range(row_of_place.shape[0]):
-        row = row_of_place[place]
-        places[filled[row]] = place
-        filled[row] += 1
-    return places, bounds
-
-
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
 
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import SUMS, helper, kernel
-from kge_torchrec.kernels.library import Action
+from kge_torchrec.kernels.ids import by_row, check_within
+from kge_torchrec.kernels.jit import SUMS, helper
+from kge_torchrec.kernels.library import Action, arrays
 from kge_torchrec.kernels.parallel import block_kernel
-from kge_torchrec.kernels.rows import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
 _BLOCK = 16  # queries or rows per block of a thread
@@ -58,7 +58,6 @@ class EncodeTriples(torch.autograd.Function):
         copied: Tensor,
         *positions: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(rows, relations, copied, *positions)
         ctx.actions = [get_args(Action).index(action) for action in actions]
         # Not by .numpy(), after which FSDP could not free the relations.
         tables = rows.numpy(), np.from_dlpack(relations.detach())
@@ -66,49 +65,35 @@ class EncodeTriples(torch.autograd.Function):
         for side, action in enumerate(ctx.actions):
             indices = positions[4 * side : 4 * side + 4]
             for name, index in zip(_POSITIONS, indices, strict=True):
-                count = len(relations if name == "relation" else rows)
-                if not _are_within(index.numpy(), count):
-                    bounds = f"{int(index.min())} to {int(index.max())}"
-                    raise IndexError(f"{name}: {bounds} are not all in [0, {count})")
-            anchor, relation, target, candidates = indices
-            count = len(anchor)
-            query, score = rows.new_empty(count, rows.shape[1]), rows.new_empty(count)
-            args = action, anchor.numpy(), relation.numpy(), target.numpy(), *tables
-            _multiply(count, query.numel(), *args, query.numpy(), score.numpy())
+                check_within(name, index, len(relations if name == "relation" else rows))
+            *triple, candidates = indices
+            query = rows.new_empty(len(triple[0]), rows.shape[1])
+            score = rows.new_empty(len(query))
+            args = action, *arrays(*triple), *tables, *arrays(query, score)
+            _multiply(len(query), query.numel(), *args)
             out += [query, score, rows.index_select(0, candidates)]
+        ctx.save_for_backward(rows, relations, copied, *positions)
         return *out, rows.index_select(0, copied)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, relations, copied, *positions = ctx.saved_tensors
-        tables = rows.detach().numpy(), np.from_dlpack(relations.detach())
+        tables = *arrays(rows), np.from_dlpack(relations.detach())
         grad_rows, grad_relations = torch.empty_like(rows), torch.empty_like(relations)
         for side, action in enumerate(ctx.actions):
             anchor, relation, target, candidates = positions[4 * side : 4 * side + 4]
-            of_query, of_score, of_candidates = [
-                grad.contiguous().numpy() for grad in grads[3 * side : 3 * side + 3]
-            ]
-            triples = anchor.numpy(), relation.numpy(), target.numpy()
-            args = action, *triples, *tables, of_query, of_score
-            adds, work = side > 0, 2 * of_query.size
+            per_side = (x.contiguous() for x in grads[3 * side : 3 * side + 3])
+            of_query, of_score, of_candidates = arrays(*per_side)
+            args = action, *arrays(anchor, relation, target), *tables, of_query, of_score
             places = by_row(torch.cat([anchor, target, candidates]).numpy(), len(rows))
-            outputs = of_candidates, *places, adds, grad_rows.numpy()
-            _accumulate_rows(len(rows), work, *args, *outputs)
+            outputs = of_candidates, *places, side > 0, *arrays(grad_rows)
+            _accumulate_rows(len(rows), 2 * of_query.size, *args, *outputs)
             places = by_row(relation.numpy(), len(relations))
-            outputs = *places, adds, np.from_dlpack(grad_relations)
-            _accumulate_relations(len(relations), work, *args, *outputs)
+            outputs = *places, side > 0, np.from_dlpack(grad_relations)
+            _accumulate_relations(len(relations), 2 * of_query.size, *args, *outputs)
         grad_rows.index_add_(0, copied, grads[-1])
         return grad_rows, grad_relations, None, None, *[None] * len(positions)
-
-
-@kernel
-def _are_within(index: np.ndarray, count: int) -> bool:
-    """Whether all positions are in [0, count)."""
-    outside = 0
-    for position in index:
-        outside += (position < 0) | (position >= count)
-    return outside == 0
 
 
 @block_kernel(_BLOCK)
@@ -128,6 +113,11 @@ def _multiply(
     for i in range(start, stop):
         _product(action, rows[anchor[i]], relations[relation[i]], query[i])
         score[i] = _inner(query[i], rows[target[i]])
+
+
+# A query's gradient is u = g + s t: g from its products with the candidates, s of its triple's
+# score. That of its anchor is u r, u conj(r) or u conj(conj(r)) by the action; that of its relation
+# u a, u conj(a) or the conjugate of u conj(a). Kernels add to the sums of earlier sides, if any.
 
 
 @block_kernel(_BLOCK)
@@ -159,11 +149,12 @@ def _accumulate_rows(
                 _add(grad_candidates[place - 2 * count], total)
                 continue
             i = place % count
-            factor = relations[relation[i]]
+            s, by = grad_score[i], relations[relation[i]]
             if place < count:
-                _add_of_anchor(action, grad_query[i], grad_score[i], rows[target[i]], factor, total)
+                t = rows[target[i]]
+                _add_gradient(action, action, _COMPLEX, grad_query[i], s, t, by, total)
             else:
-                _add_of_target(action, grad_score[i], rows[anchor[i]], factor, total)
+                _add_scaled_product(action, s, rows[anchor[i]], by, total)
 
 
 @block_kernel(_BLOCK)
@@ -189,8 +180,8 @@ def _accumulate_relations(
         if not adds:
             total[:] = np.float32(0)
         for i in places[bounds[row] : bounds[row + 1]]:
-            ends = rows[anchor[i]], rows[target[i]]
-            _add_of_relation(action, grad_query[i], grad_score[i], *ends, total)
+            g, s, t = grad_query[i], grad_score[i], rows[target[i]]
+            _add_gradient(action, _COMPLEX, action, g, s, t, rows[anchor[i]], total)
 
 
 @helper(fastmath=SUMS)
@@ -202,9 +193,8 @@ def _inner(x: np.ndarray, y: np.ndarray) -> np.float32:
 
 
 @helper
-def _add(x: np.ndarray, total: np.ndarray) -> None:
-    for d in range(x.shape[0]):
-        total[d] += x[d]
+def _sign(action: int) -> np.float32:
+    return np.float32(-1) if action == _CONJUGATE else np.float32(1)
 
 
 @helper
@@ -213,60 +203,54 @@ def _product(action: int, x: np.ndarray, by: np.ndarray, out: np.ndarray) -> Non
         for d in range(x.shape[0]):
             out[d] = x[d] * by[d]
         return
-    sign = np.float32(-1) if action == _CONJUGATE else np.float32(1)
+    sign = _sign(action)
     for k in range(x.shape[0] // 2):
         real, imaginary = by[2 * k], sign * by[2 * k + 1]
         out[2 * k] = x[2 * k] * real - x[2 * k + 1] * imaginary
         out[2 * k + 1] = x[2 * k] * imaginary + x[2 * k + 1] * real
 
 
-# A query's gradient is g, from its products with the candidates, plus s t, from its triple's score.
+@helper
+def _add(x: np.ndarray, total: np.ndarray) -> None:
+    for d in range(x.shape[0]):
+        total[d] += x[d]
 
 
 @helper
-def _add_of_anchor(
-    action: int, g: np.ndarray, s: np.float32, t: np.ndarray, by: np.ndarray, total: np.ndarray
+def _add_scaled_product(
+    action: int, s: np.float32, x: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
-    """Add (g + s t) conj(r) for a complex action, (g + s t) r for the others."""
+    """Add s times ``_product``."""
+    if action == _REAL:
+        for d in range(total.shape[0]):
+            total[d] += s * (x[d] * by[d])
+        return
+    sign = _sign(action)
+    for k in range(total.shape[0] // 2):
+        real, imaginary = by[2 * k], sign * by[2 * k + 1]
+        total[2 * k] += s * (x[2 * k] * real - x[2 * k + 1] * imaginary)
+        total[2 * k + 1] += s * (x[2 * k] * imaginary + x[2 * k + 1] * real)
+
+
+@helper
+def _add_gradient(
+    action: int,
+    of_factor: int,
+    of_result: int,
+    g: np.ndarray,
+    s: np.float32,
+    t: np.ndarray,
+    by: np.ndarray,
+    total: np.ndarray,
+) -> None:
+    """Add u conj(by) with u = g + s t, or u by if real; a conjugate action conjugates a part."""
     if action == _REAL:
         for d in range(total.shape[0]):
             total[d] += (g[d] + s * t[d]) * by[d]
         return
-    sign = np.float32(-1) if action == _CONJUGATE else np.float32(1)
+    factor, result = _sign(of_factor), _sign(of_result)
     for k in range(total.shape[0] // 2):
         x, y = g[2 * k] + s * t[2 * k], g[2 * k + 1] + s * t[2 * k + 1]
-        real, imaginary = by[2 * k], sign * by[2 * k + 1]
+        real, imaginary = by[2 * k], factor * by[2 * k + 1]
         total[2 * k] += x * real + y * imaginary
-        total[2 * k + 1] += y * real - x * imaginary
-
-
-@helper
-def _add_of_target(
-    action: int, s: np.float32, a: np.ndarray, by: np.ndarray, total: np.ndarray
-) -> None:
-    """Add s q to the total."""
-    if action == _REAL:
-        for d in range(total.shape[0]):
-            total[d] += s * (a[d] * by[d])
-        return
-    sign = np.float32(-1) if action == _CONJUGATE else np.float32(1)
-    for k in range(total.shape[0] // 2):
-        real, imaginary = by[2 * k], sign * by[2 * k + 1]
-        total[2 * k] += s * (a[2 * k] * real - a[2 * k + 1] * imaginary)
-        total[2 * k + 1] += s * (a[2 * k] * imaginary + a[2 * k + 1] * real)
-
-
-@helper
-def _add_of_relation(
-    action: int, g: np.ndarray, s: np.float32, a: np.ndarray, t: np.ndarray, total: np.ndarray
-) -> None:
-    """Add (g + s t) a, or (g + s t) conj(a), or its conjugate for a conjugate action."""
-    if action == _REAL:
-        for d in range(total.shape[0]):
-            total[d] += (g[d] + s * t[d]) * a[d]
-        return
-    sign = np.float32(-1) if action == _CONJUGATE else np.float32(1)
-    for k in range(total.shape[0] // 2):
-        x, y = g[2 * k] + s * t[2 * k], g[2 * k + 1] + s * t[2 * k + 1]
-        total[2 * k] += x * a[2 * k] + y * a[2 * k + 1]
-        total[2 * k + 1] += sign * (y * a[2 * k] - x * a[2 * k + 1])
+        total[2 * k + 1] += result * (y * real - x * imaginary)

@@ -160,10 +160,8 @@ class _BuiltIn(OverAll):
         else:
             answer_part.sigmoid_()
         answer_part -= target
-        rests = None
-        if self.label_smoothing:
-            rests = torch.zeros_like(normalizer) + rest
-            answer_part -= rests[query]
+        rests = torch.zeros_like(normalizer) + rest
+        answer_part -= rests[query]
         operators.gradients(scores, normalizer, weight, rests, self.normalizes)
         scores[place] = (answer_part * weight[query]).to(scores.dtype)  # no position occurs twice
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels.counts import count_block
+from kge_torchrec.kernels.operators import count_block
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import (
     FETCH_BYTES,

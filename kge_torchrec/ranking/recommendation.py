@@ -34,7 +34,7 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels.counts import count_block
+from kge_torchrec.kernels.operators import count_block
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring, triple_scores
 from kge_torchrec.ranking.exact import RankOptions, are_candidates

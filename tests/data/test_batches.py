@@ -32,7 +32,7 @@ from kge_torchrec.data.negatives import (
 )
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store.filter_index import Answers
-from kge_torchrec.kernels.distinct import distinct
+from kge_torchrec.kernels.operators import distinct
 from tests.ranking_cases import make_known
 
 ENTITIES = 11

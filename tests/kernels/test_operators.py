@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.kernels import dropout, library, operators, pair_scores, score_gradients
+from kge_torchrec.kernels import dropout, library, operators, pair_scores, scores
 
 
 def made(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -27,21 +27,21 @@ def calls() -> dict[str, tuple]:
     none, maps = made(2, 3, 0), made(2, 3, 6)
     parts = [x.detach() for x in (query, maps, rows, index, made(2, 3, 3))]
     without = [parts[0], none.detach(), *parts[2:]]
-    scores, step = pair_scores, score_gradients
+    pairs, none_left = pair_scores, 0 * rest
     return {
-        "normalizers": (step.normalizers, full, sums, True),
-        "normalizers of bfloat16": (step.normalizers, full.bfloat16(), sums, False),
-        "gradients": (step.gradients, full, sums, weight, None, True),
-        "gradients of bfloat16": (step.gradients, full.bfloat16(), sums, weight, rest, False),
+        "normalizers": (scores.normalizers, full, sums, True),
+        "normalizers of bfloat16": (scores.normalizers, full.bfloat16(), sums, False),
+        "gradients": (scores.gradients, full, sums, weight, none_left, True),
+        "gradients of bfloat16": (scores.gradients, full.bfloat16(), sums, weight, rest, False),
         "dropout": (dropout.dropped, made(5, 7), 0.3, 12345678901),
         "dropout of columns": (
             dropout.dropped, made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901),
-        "dot": (scores.score, query, none, rows, index, "dot"),
-        "gradients of queries, dot": (scores.query_gradients, *without, "dot"),
-        "gradients of rows, dot": (scores.row_gradients, *without, "dot"),
-        "squares": (scores.score, query, maps, rows, index, "scaled_squares"),
-        "gradients of queries": (scores.query_gradients, *parts, "scaled_squares"),
-        "gradients of rows": (scores.row_gradients, *parts, "scaled_squares"),
+        "dot": (pairs.score, query, none, rows, index, "dot"),
+        "gradients of queries, dot": (pairs.query_gradients, *without, "dot"),
+        "gradients of rows, dot": (pairs.row_gradients, *without, "dot"),
+        "squares": (pairs.score, query, maps, rows, index, "scaled_squares"),
+        "gradients of queries": (pairs.query_gradients, *parts, "scaled_squares"),
+        "gradients of rows": (pairs.row_gradients, *parts, "scaled_squares"),
     }  # fmt: skip
 
 
@@ -84,11 +84,12 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 
 def test_double_precision_uses_the_formula(monkeypatch):
-    monkeypatch.setattr(score_gradients, "LogSums", None)
+    monkeypatch.setattr(scores, "LogSums", None)
     monkeypatch.setattr(dropout, "dropped", None)
-    scores = made(2, 3).double()
-    torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))
-    assert operators.dropped(scores, 0.5).dtype == torch.float64
+    values = made(2, 3).double()
+    every = torch.ones(2, 3, dtype=torch.bool)
+    torch.testing.assert_close(operators.log_sum_exp(values, every), values.logsumexp(-1))
+    assert operators.dropped(values, 0.5).dtype == torch.float64
 
 
 def test_a_compiler_that_does_not_exist_is_none(monkeypatch, tmp_path):

@@ -26,10 +26,10 @@ pytest.importorskip("triton", reason="not on this system")
 import triton
 import triton.runtime.interpreter
 
-from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
+from kge_torchrec.kernels import triton_pairs, triton_scores
 
 KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
-QUERIES, ROWS = triton_distances._QUERIES, triton_distances._ROWS
+QUERIES, ROWS = triton_pairs.DISTANCE_TILE
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
@@ -67,7 +67,7 @@ def formula(kind, query, rows, maps):
 def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dtype, seed):
     dim *= 2 if kind == "moduli" else 1
     inputs = case(kind, chunks, queries, candidates, dim, dtype, seed)
-    actual = triton_distances.distances(*inputs, kind)
+    actual = triton_pairs.distances(*inputs, kind)
     assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close = 1e-12 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(actual.double(), formula(kind, *inputs), rtol=close, atol=close)
@@ -82,14 +82,14 @@ def test_equal_rows_tie_wherever_they_lie(kind):
     query[:, -1] = query[:, 0]
     if maps is not None:
         maps[:, -1] = maps[:, 0]
-    whole = triton_distances.distances(query, rows, maps, kind)
+    whole = triton_pairs.distances(query, rows, maps, kind)
     assert (whole[..., places] == whole[..., :1]).all()
     assert torch.equal(whole[:, -1], whole[:, 0])
     for block in (slice(1, 4), slice(ROWS - 1, 2 * ROWS + 5)):
-        part = triton_distances.distances(query, rows[:, block], maps, kind)
+        part = triton_pairs.distances(query, rows[:, block], maps, kind)
         assert torch.equal(part, whole[..., block])
     some = [x if x is None else x[:, 2:5] for x in (query, maps)]
-    part = triton_distances.distances(some[0], rows, some[1], kind)
+    part = triton_pairs.distances(some[0], rows, some[1], kind)
     assert torch.equal(part, whole[:, 2:5])
 
 
@@ -100,8 +100,8 @@ def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeyp
     count = 2 * (QUERIES + 1) * 9
     memory = torch.full((count + 2 * ROWS,), 7.0, device=DEVICE)
     out = memory[ROWS : ROWS + count].view(2, -1, 9)
-    monkeypatch.setattr(triton_distances, "_empty", lambda *_: out)
-    triton_distances._distances(query, rows, maps, kind)
+    monkeypatch.setattr(triton_pairs, "_empty_distances", lambda *_: out)
+    triton_pairs._distances(query, rows, maps, kind)
     assert (memory[:ROWS] == 7).all() and (memory[ROWS + count :] == 7).all()
     expected = formula(kind, query, rows, maps)
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
@@ -109,7 +109,7 @@ def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeyp
     assert finite.sum() == count - 3 * (QUERIES + 1)
 
 
-_M, _N, _K = triton_ranking.QUERIES, triton_ranking.ROWS, triton_ranking.ELEMENTS
+_M, _N, _K = triton_pairs.PRODUCT_TILE
 
 
 @settings(max_examples=25, deadline=None)
@@ -121,7 +121,7 @@ _M, _N, _K = triton_ranking.QUERIES, triton_ranking.ROWS, triton_ranking.ELEMENT
 )  # fmt: skip
 def test_products_equal_the_formula(chunks, queries, candidates, dim, dtype, seed):
     query, rows, _ = case("euclidean", chunks, queries, candidates, dim, dtype, seed)
-    actual = triton_ranking.products(query, rows)
+    actual = triton_pairs.products(query, rows)
     assert actual.dtype == torch.float32
     expected = query.double() @ rows.double().mT
     torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5)
@@ -138,12 +138,12 @@ def test_equal_rows_have_equal_products_wherever_they_lie():
     places = torch.tensor([0, 1, _N - 1, _N, 2 * _N - 1, 2 * _N + 4])
     rows[:, places] = rows[:, :1].clone()
     query[:, -1] = query[:, 0]
-    whole = triton_ranking.products(query, rows)
+    whole = triton_pairs.products(query, rows)
     assert same(whole[..., places], whole[..., :1].expand(-1, -1, len(places)))
     assert same(whole[:, -1], whole[:, 0])
     for some in (slice(1, 4), slice(_N - 1, 2 * _N + 5)):
-        assert same(triton_ranking.products(query, rows[:, some]), whole[..., some])
-    assert same(triton_ranking.products(query[:, 2:5], rows), whole[:, 2:5])
+        assert same(triton_pairs.products(query, rows[:, some]), whole[..., some])
+    assert same(triton_pairs.products(query[:, 2:5], rows), whole[:, 2:5])
 
 
 def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatch):
@@ -152,8 +152,8 @@ def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatc
     count = 2 * (_M + 1) * 9
     memory = torch.full((count + 2 * _N,), 7.0, device=DEVICE)
     out = memory[_N : _N + count].view(2, -1, 9)
-    monkeypatch.setattr(triton_ranking, "_empty", lambda *_: out)
-    triton_ranking._products(query, rows)
+    monkeypatch.setattr(triton_pairs, "_empty_products", lambda *_: out)
+    triton_pairs._products(query, rows)
     assert (memory[:_N] == 7).all() and (memory[_N + count :] == 7).all()
     assert out.isfinite().sum() == count - 3 * (_M + 1)
 
@@ -171,7 +171,7 @@ def test_counts_equal_the_definition(size, picks, seed):
     many = 7 if picks else size[0]
     values = special[torch.randint(8, (many,), generator=stream)].to(DEVICE)
     less, equal = torch.full((2, many), 5, device=DEVICE)
-    triton_ranking.counts(scores, values, query, less, equal)
+    triton_scores.counts(scores, values, query, less, equal)
     compared = scores if query is None else scores[query]
     assert torch.equal(less, 5 + (compared < values[:, None]).sum(1))
     assert torch.equal(equal, 5 + (compared == values[:, None]).sum(1))
@@ -191,13 +191,13 @@ def test_losses_equal_the_formula(size, scale, shift, dtype, gap, has_rest, soft
     scores = memory[:, : size[1]]
     scores.copy_(torch.randn(size, generator=stream) * scale + shift)
     weight = torch.linspace(0.5, 2, size[0], device=DEVICE)
-    rest = 0.2 * weight.double() if has_rest else None
+    rest = 0.2 * has_rest * weight.double()
     exact, expected, actual = scores.double(), *weight.new_empty(2, size[0], dtype=torch.float64)
     operators.normalizers(exact, expected, softmax)
-    triton_gradients.normalizers(scores, actual, softmax)
+    triton_scores.normalizers(scores, actual, softmax)
     torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6 if softmax else 1e-36)
     operators.gradients(exact, expected, weight.double(), rest, softmax)
-    triton_gradients.gradients(scores, expected, weight, rest, softmax)
+    triton_scores.gradients(scores, expected, weight, rest, softmax)
     close = 2e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(scores.double(), exact, rtol=close, atol=3e-7 if has_rest else 1e-37)
     assert (memory[:, size[1] :] == 7).all()
@@ -209,7 +209,7 @@ def test_small_exponentials_keep_their_digits():
         :, None
     ]
     actual = torch.empty(len(scores), dtype=torch.float64, device=DEVICE)
-    triton_gradients.normalizers(scores, actual, False)
+    triton_scores.normalizers(scores, actual, False)
     expected = scores[:, 0].double().exp().log1p()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
 
@@ -219,7 +219,7 @@ def test_gradients_of_large_scores_keep_their_digits():
     scores = 150 + torch.rand(1, 90, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     normalizer = scores.double().logsumexp(1)
     expected = (scores.double() - normalizer[:, None]).exp()
-    triton_gradients.gradients(scores, normalizer, torch.ones(1, device=DEVICE), None, True)
+    triton_scores.gradients(scores, normalizer, torch.ones(1, device=DEVICE), 0 * normalizer, True)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-6, atol=0)
 
 
@@ -230,13 +230,14 @@ def test_infinite_scores_of_losses(softmax):
     scores[0, 5:], scores[1], scores[2, 1029] = -torch.inf, -torch.inf, torch.nan
     scores[3, 7] = torch.inf
     normalizer = torch.empty(5, dtype=torch.float64, device=DEVICE)
-    triton_gradients.normalizers(scores, normalizer, softmax)
+    triton_scores.normalizers(scores, normalizer, softmax)
     of_one = [5, 0, np.nan, np.inf, 1030]
     expected = np.log(of_one) if softmax else np.log(2) * np.array(of_one)
     if softmax:
         expected[3] = np.nan  # as in the kernels of a CPU, no finite number
     np.testing.assert_allclose(normalizer.cpu(), expected, rtol=1e-6)
-    triton_gradients.gradients(scores, normalizer, torch.ones(5, device=DEVICE), None, softmax)
+    none = torch.zeros_like(normalizer)
+    triton_scores.gradients(scores, normalizer, torch.ones(5, device=DEVICE), none, softmax)
     assert (scores[0, 5:] == 0).all() and scores[2, 1029].isnan()
     assert scores[[0, 4]].isfinite().all()
 
@@ -247,7 +248,7 @@ def test_no_scores_are_left_alone(softmax):
         scores = torch.empty(size, device=DEVICE)
         normalizer = torch.zeros(size[0], dtype=torch.float64, device=DEVICE)
         operators.normalizers(scores, normalizer, softmax)
-        triton_gradients.gradients(scores, normalizer, normalizer.float(), None, softmax)
+        triton_scores.gradients(scores, normalizer, normalizer.float(), normalizer, softmax)
 
 
 def test_unsupported_scores_are_left_to_torch(monkeypatch):
@@ -288,7 +289,7 @@ def test_distances_beyond_two_billion_elements(kind, sparse_file):
     rows[:, :, :4] = few.mT
     per_query = [x.mT.contiguous() for x in (query, query if maps is None else maps)]
     sizes = 3, FAR, 4, kind, 1e-12, QUERIES, ROWS
-    triton_distances._tile[(1,)](per_query[0], rows, per_query[1], out, *sizes)
+    triton_pairs._distance[(1,)](per_query[0], rows, per_query[1], out, *sizes)
     expected = formula(kind, query, few, maps).float()
     torch.testing.assert_close(out[..., :4], expected, rtol=2e-5, atol=2e-5)
 
@@ -301,14 +302,14 @@ def test_losses_beyond_two_billion_elements(softmax, sparse_file):
     near, weight = scores.clone(), torch.ones(3)
     for some in (scores, near):
         normalizer = torch.empty(3, dtype=torch.float64)
-        triton_gradients.normalizers(some, normalizer, softmax)
-        triton_gradients.gradients(some, normalizer, weight, None, softmax)
+        triton_scores.normalizers(some, normalizer, softmax)
+        triton_scores.gradients(some, normalizer, weight, 0 * normalizer, softmax)
     assert torch.equal(scores, near) and near[2].count_nonzero() == 5
 
 
 @triton.jit
 def _write_places(out, program, queries, candidates):
-    chunk, q, r = triton_distances._place(program, queries, candidates, 16, 512)
+    chunk, q, r = triton_pairs._place(program, queries, candidates, 16, 512)
     triton.language.store(out, chunk * queries * candidates)
     triton.language.store(out + 1 + triton.language.arange(0, 16), q * candidates)
     triton.language.store(out + 17 + triton.language.arange(0, 512), r)
@@ -328,16 +329,15 @@ def test_tiles_beyond_two_billion(queries, candidates):
 
 def test_torch_checks_the_operators():
     query, rows, _ = case("euclidean")
-    opcheck(triton_distances.distances, (*case("euclidean"), "euclidean"))
-    opcheck(triton_ranking.products, (query, rows))
+    opcheck(triton_pairs.distances, (*case("euclidean"), "euclidean"))
+    opcheck(triton_pairs.products, (query, rows))
     counts = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     scores, values = torch.ones(3, 4, device=DEVICE), torch.ones(3, device=DEVICE)
     for chosen in (None, torch.tensor([0, 0, 2], device=DEVICE)):
-        opcheck(triton_ranking.counts, (scores, values, chosen, *counts))
+        opcheck(triton_scores.counts, (scores, values, chosen, *counts))
     scores, weight = torch.randn(5, 9, device=DEVICE), torch.ones(5, device=DEVICE)
-    opcheck(triton_gradients.normalizers, (scores, weight.double(), True))
-    for rest in (None, weight.double()):
-        opcheck(triton_gradients.gradients, (scores, weight.double(), weight, rest, True))
+    opcheck(triton_scores.normalizers, (scores, weight.double(), True))
+    opcheck(triton_scores.gradients, (scores, weight.double(), weight, weight.double(), True))
 
 
 COMPILE = """
@@ -345,7 +345,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
+from kge_torchrec.kernels import triton_pairs, triton_scores
 
 def build(kernel, types, values, warps=4):
     types = dict(zip(kernel.arg_names, types)) | dict.fromkeys(values, "constexpr")
@@ -356,24 +356,24 @@ def build(kernel, types, values, warps=4):
     assert "st.local" not in built.asm["ptx"]
     assert len(built.asm["cubin"]) > 1000
 
-tiles = {"EPSILON": 1e-12, "QUERIES": triton_distances._QUERIES, "ROWS": triton_distances._ROWS}
+tiles = {"EPSILON": 1e-12, **dict(zip(("QUERIES", "ROWS"), triton_pairs.DISTANCE_TILE))}
 for kind in sys.argv[2:]:
-    build(triton_distances._tile, ["*fp32"] * 4 + ["i32"] * 3, {"KIND": kind, **tiles})
+    build(triton_pairs._distance, ["*fp32"] * 4 + ["i32"] * 3, {"KIND": kind, **tiles})
 for softmax in (True, False):
     for scores in ("*fp32", "*bf16"):
         values = {"SOFTMAX": softmax, "TILE": 1024}
-        build(triton_gradients._normalizers, [scores, "*fp64", "i64", "i32"],
+        build(triton_scores._normalizers, [scores, "*fp64", "i64", "i32"],
               {**values, "LEAST": -1e38})
         types = [scores, "*fp64", "*fp32", "*fp64", "i64", "i32"]
-        build(triton_gradients._gradients, types, values)
-tiles = {name: getattr(triton_ranking, name) for name in ("QUERIES", "ROWS", "ELEMENTS")}
+        build(triton_scores._gradients, types, values)
+tiles = dict(zip(("QUERIES", "ROWS", "ELEMENTS"), triton_pairs.PRODUCT_TILE))
 for unit in (1, 4):
     types = ["*fp32"] * 3 + ["i32"] * 3
-    build(triton_ranking._product, types, {"UNIT": unit, **tiles}, triton_ranking._WARPS)
+    build(triton_pairs._product, types, {"UNIT": unit, **tiles}, triton_pairs.WARPS)
 for picks in (True, False):
     values = {"HAS_ROWS": picks, "WIDTH": 1024, "PASSES": 16}
     types = ["*fp32", "*fp32", "*i64" if picks else "*fp32", "*i64", "*i64", "i32"]
-    build(triton_ranking._counts, types, values)
+    build(triton_scores._counts, types, values)
 """
 
 

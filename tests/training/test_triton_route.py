@@ -18,7 +18,7 @@ from kge_torchrec.kernels import operators
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
 
 pytest.importorskip("triton", reason="not on this system")
-from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
+from kge_torchrec.kernels import triton_pairs, triton_scores
 
 if torch.cuda.is_available():
     pytest.skip("Triton's interpreter is off", allow_module_level=True)
@@ -46,10 +46,10 @@ def kernels_of_triton() -> Iterator[Counter[str]]:
         "full_scores": lambda x: "triton",
     }
     with ExitStack() as held:
-        counted(triton_distances, "distances")
-        counted(triton_ranking, "products")
-        counted(triton_gradients, "normalizers")
-        counted(triton_gradients, "gradients")
+        counted(triton_pairs, "distances")
+        counted(triton_pairs, "products")
+        counted(triton_scores, "normalizers")
+        counted(triton_scores, "gradients")
         held.enter_context(patch.dict(operators.IMPLEMENTATION, replaced))
         yield calls
 

@@ -25,7 +25,7 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.streams import Item, Result, in_order
-from kge_torchrec.kernels.distinct import distinct
+from kge_torchrec.kernels.operators import distinct
 
 B = TypeVar("B", bound="Pipelineable")
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples

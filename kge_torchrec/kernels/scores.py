@@ -1,11 +1,11 @@
-"""Loss kernels for the CPU: normalizers of scores and gradients with respect to scores.
+"""Kernels over scores on a CPU: losses, their gradients, and counts for ranks.
 
 A chain of torch operators reads and writes all scores once per operator.  These kernels need one
 or two passes.  They compute exp and log as polynomials, which compilers vectorize (range reduction
 of Cody and Waite 1980), with an error below 3e-7.
 
 Brings: in plain torch, a step takes 1.03 to 1.19 times as long with sampled candidates, and 1.67
-times with all entities.
+times with all entities; counts of 512 x 14,541 scores take 80 instead of 1.7 ms of one thread.
 
 For scores of all entities, ``normalizers`` reads the scores once and ``gradients`` overwrites them.
 Both are torch operators; ``operators`` has the same formulas in plain torch.  Scores are float32 or
@@ -29,8 +29,9 @@ from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import FUSED, helper
-from kge_torchrec.kernels.library import operator
+from kge_torchrec.kernels.ids import check_within
+from kge_torchrec.kernels.jit import FUSED, helper, kernel
+from kge_torchrec.kernels.library import arrays, operator
 from kge_torchrec.kernels.parallel import BlockKernel, block_kernel, named_kernel
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
@@ -40,15 +41,14 @@ _F = np.float32  # a Python float would turn the computation into double
 
 def _write_normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     """Write log sum exp s, or sum log(1 + exp s), of scores (Q, m) into ``out`` (Q,) float64."""
-    arrays = _array(scores), scores.shape[1], out.numpy(), softmax
-    _normalizers(len(scores), scores.numel(), *arrays)
+    _normalizers(len(scores), scores.numel(), _array(scores), scores.shape[1], out.numpy(), softmax)
 
 
 normalizers = operator("normalizers", _write_normalizers, lambda *_: None, mutates=("out",))
 
 
 def _write_gradients(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor, softmax: bool
 ) -> None:
     """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight and rest per query, (Q,).
 
@@ -57,8 +57,7 @@ def _write_gradients(
     # Two float32 parts: a single one has an error of up to 8e-6 at 150, and so do exponentials.
     whole = normalizer.float()
     small = (normalizer - whole).float()
-    rest = torch.zeros_like(whole) if rest is None else rest.float()
-    per_query = (x.contiguous().numpy() for x in (whole, small, weight, rest))
+    per_query = (x.contiguous().numpy() for x in (whole, small, weight, rest.float()))
     args = _array(scores), scores.shape[1], *per_query, softmax
     _gradients(len(scores), scores.numel(), *args)
 
@@ -76,17 +75,15 @@ class LogSums(torch.autograd.Function):
     """log sum exp s, or sum log(1 + exp s), over the candidates that count.
 
     ``LogSums.apply(scores, mask, softmax)`` takes scores (..., K) float32 with K > 0; a mask
-    (..., K) bool, or None where all candidates count; and which of the two sums to take. It
-    returns the sums (...); where no candidate counts, -1e38 or 0, with the gradient 0.
+    (..., K) bool; and which of the two sums to take. It returns the sums (...); where no candidate
+    counts, -1e38 or 0, with the gradient 0.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-        count = scores.shape[-1]
+    def forward(ctx: Any, scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
         gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
-        mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
-        inputs = (scores, mask, gradients)
-        matrices = [x.contiguous().view(-1, count).numpy() for x in inputs]
+        inputs = scores, mask, gradients
+        matrices = [x.contiguous().view(-1, scores.shape[-1]).numpy() for x in inputs]
         _sums_kernel(softmax)(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
         ctx.save_for_backward(gradients)  # backward scales them
         return sums
@@ -100,10 +97,7 @@ class LogSums(torch.autograd.Function):
 
 @cache
 def _sums_kernel(softmax: bool) -> BlockKernel:
-    """Return the kernel of one loss, so that a run compiles no other.
-
-    A mask with a single row applies to all queries.
-    """
+    """Return the kernel of one loss, so that a run compiles no other."""
     sum_of = _softmax if softmax else _logistic
 
     def write_sums(
@@ -116,7 +110,7 @@ def _sums_kernel(softmax: bool) -> BlockKernel:
     ) -> None:
         lanes = np.empty(_LANES, np.float32)
         for q in range(start, stop):
-            out[q] = sum_of(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
+            out[q] = sum_of(scores[q], mask[q], gradients[q], lanes)
 
     name = "softmax_sums" if softmax else "logistic_sums"
     return named_kernel(name, write_sums, 1, fastmath=FUSED)
@@ -311,3 +305,29 @@ _sum = _over_row(lambda j, row: row[j], lambda a, b: a + b, 0)
 _sum_of_exp = _over_row(lambda j, row, top: _exp(_number(row[j]) - top), lambda a, b: a + b, 0)
 _sum_of_softplus = _over_row(lambda j, row: _softplus(_number(row[j])), lambda a, b: a + b, 0)
 _sum_of_masked_softplus = _over_row(_masked_softplus, lambda a, b: a + b, 0)
+
+
+def counts(
+    scores: Tensor, values: Tensor, query: Tensor | None, less: Tensor, equal: Tensor
+) -> None:
+    """Add to less and equal (M,) the counts of ``operators.count_block``."""
+    query = torch.arange(len(values)) if query is None else query
+    check_within("queries", query, len(scores))
+    _count(*arrays(scores, query, values, less, equal))
+
+
+# Single-threaded on purpose: this pass over cached scores takes a few percent of the time of the
+# matrix product. A second thread pool next to torch's would slow both down.
+@kernel
+def _count(
+    scores: np.ndarray, query: np.ndarray, values: np.ndarray, less: np.ndarray, equal: np.ndarray
+) -> None:
+    for i in range(len(query)):
+        row, threshold = scores[query[i]], values[i]
+        below = 0
+        same = 0
+        for j in range(scores.shape[1]):
+            below += row[j] < threshold
+            same += row[j] == threshold
+        less[i] += below
+        equal[i] += same

@@ -1,43 +1,62 @@
-"""Loss kernels for CUDA: normalizers of scores of all entities and gradients, written in Triton.
+"""Kernels over scores on CUDA, written in Triton: losses, their gradients, and counts for ranks.
 
-They have the interface of ``score_gradients``, the kernels for the CPU. A chain of torch operators
-reads and writes all scores once per operator; these kernels read them once, and write gradients
-once. They compute in float32, except for the exponent of a normalizer, which is float64.
+They have the interface of ``scores``, the kernels for the CPU. They compute in float32, except for
+the exponent of a normalizer, which is float64.
 
-Shapes: Q queries, m entities of a block.
+Brings: a chain of torch operators reads and writes all scores once per operator, about six times;
+these kernels read them once, and write gradients once.
+
+Shapes: Q queries, m entities of a block, M values.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kge_torchrec.kernels.library import CPU_AND_CUDA, operator
+
 _TILE = 1024  # scores that a program reads at a time
+_PASSES = 16  # tiles that a program counts
 _LEAST = -1e38  # below every score; -inf - (-inf) would be nan
 
 
-@torch.library.custom_op("kge_torchrec::triton_normalizers", mutates_args=("out",))
-def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
+def _write_normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     """Write log sum exp s, or sum log(1 + exp s), of scores (Q, m) into ``out`` (Q,) float64."""
     _normalizers[(len(scores),)](
         scores, out, scores.stride(0), scores.shape[1], softmax, _LEAST, _TILE
     )
 
 
-@torch.library.custom_op("kge_torchrec::triton_gradients", mutates_args=("scores",))
-def gradients(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
+normalizers = operator(
+    "triton_normalizers",
+    _write_normalizers,
+    lambda *_: None,
+    mutates=("out",),
+    devices=CPU_AND_CUDA,
+)
+
+
+def _write_gradients(
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor, softmax: bool
 ) -> None:
     """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight and rest per query, (Q,).
 
     f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
     """
-    rest = torch.zeros_like(normalizer) if rest is None else rest
     per_query = (x.contiguous() for x in (normalizer, weight, rest))
     tiles = len(scores) * triton.cdiv(scores.shape[1], _TILE)
     _gradients[(tiles,)](scores, *per_query, scores.stride(0), scores.shape[1], softmax, _TILE)
+
+
+gradients = operator(
+    "triton_gradients",
+    _write_gradients,
+    lambda *_: None,
+    mutates=("scores",),
+    devices=CPU_AND_CUDA,
+)
 
 
 @triton.jit
@@ -113,3 +132,61 @@ def _place(program: tl.tensor, width: tl.tensor, TILE: tl.constexpr) -> tuple[tl
     """Return the query of a tile, and its columns, in int64."""
     tile, tiles = program.to(tl.int64), tl.cdiv(width, TILE)
     return tile // tiles, tile % tiles * TILE + tl.arange(0, TILE)
+
+
+def _add_counts(
+    scores: Tensor, values: Tensor, query: Tensor | None, less: Tensor, equal: Tensor
+) -> None:
+    """Add to less and equal (M,) int64 how many scores of a query are below, or equal, a value.
+
+    Args:
+        scores: (B, n) float32, contiguous.
+        values: (M,) float32.
+        query: (M,) int64, the row of scores that each value belongs to.  None: M is B.
+        less: (M,), contiguous.
+        equal: (M,), contiguous.
+    """
+    width = scores.shape[1]
+    parts = triton.cdiv(width, _TILE * _PASSES)
+    if len(values) * parts:
+        rows = values if query is None else query
+        _counts[(len(values) * parts,)](
+            scores, values, rows, less, equal, width, query is not None, _TILE, _PASSES
+        )
+
+
+counts = operator(
+    "triton_counts",
+    _add_counts,
+    lambda *_: None,
+    mutates=("less", "equal"),
+    devices=CPU_AND_CUDA,
+)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _counts(
+    scores: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,
+    less: tl.tensor,
+    equal: tl.tensor,
+    width: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PASSES: tl.constexpr,
+) -> None:
+    """Count a part of a query's scores; sums of integers do not depend on their order."""
+    program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(width, WIDTH * PASSES)
+    value_of, first = program // parts, program % parts * WIDTH * PASSES
+    row = tl.load(rows + value_of) if HAS_ROWS else value_of
+    value, lanes = tl.load(values + value_of), tl.arange(0, WIDTH)
+    below, same = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
+    for i in range(PASSES):
+        column = first + i * WIDTH + lanes
+        # A NaN is neither below nor equal.
+        score = tl.load(scores + row * width + column, column < width, float("nan"))
+        below += (score < value).to(tl.int32)
+        same += (score == value).to(tl.int32)
+    tl.atomic_add(less + value_of, tl.sum(below, 0).to(tl.int64))
+    tl.atomic_add(equal + value_of, tl.sum(same, 0).to(tl.int64))

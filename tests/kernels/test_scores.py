@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.kernels.operators import IMPLEMENTATION
-from kge_torchrec.kernels.score_gradients import LogSums, gradients, normalizers
+from kge_torchrec.kernels.scores import LogSums, gradients, normalizers
 
 takes = lambda scores: IMPLEMENTATION["full_scores"](scores) == "numba"  # noqa: E731
 is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
@@ -37,10 +37,9 @@ def rests_of(scores, rest):
 def both(scores, weight, rest, softmax):
     """``rest`` is that of the first query; the last has half of it."""
     statistics = torch.empty(len(scores), dtype=torch.float64)
-    rests = rests_of(scores, rest) if rest else None
     result = among(scores, scores.stride(0))
     normalizers(scores, statistics, softmax)
-    gradients(result, statistics, weight, rests, softmax)
+    gradients(result, statistics, weight, rests_of(scores, rest), softmax)
     return statistics, result
 
 
@@ -77,7 +76,8 @@ def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
     weight = torch.randn(5000) * 10 ** torch.linspace(-20, 20, 5000)
     weight[::10] = ((weight[::10].view(torch.int32) & -65536) | 0x8000).view(torch.float32)
     results = torch.full((5000, 1), 100, dtype=torch.bfloat16)
-    gradients(results, torch.zeros(5000, dtype=torch.float64), weight, None, False)
+    none = torch.zeros(5000, dtype=torch.float64)
+    gradients(results, none, weight, none, False)
     assert torch.equal(results[:, 0], weight.bfloat16())
 
 
@@ -127,7 +127,7 @@ def masked_sums(scores, mask, softmax):
 def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, share):
     scores = scores.float().requires_grad_()
     mask = torch.rand(scores.shape) >= share
-    actual = LogSums.apply(scores, None if share == 0 else mask, softmax)
+    actual = LogSums.apply(scores, mask, softmax)
     exact = scores.detach().double().requires_grad_()
     expected = masked_sums(exact, mask, softmax)
     weight = torch.linspace(0.5, 2, len(scores))
@@ -161,4 +161,6 @@ def test_sums_keep_shapes_and_threads_change_no_bit(softmax):
 def test_sums_hide_no_nan(softmax, number):
     scores = torch.zeros(2, 140)
     scores[1, 139] = number
-    assert LogSums.apply(scores, None, softmax).isfinite().tolist() == [True, False]
+    assert LogSums.apply(
+        scores, torch.ones(2, 140, dtype=torch.bool), softmax
+    ).isfinite().tolist() == [True, False]
