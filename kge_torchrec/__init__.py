@@ -23,7 +23,7 @@ _HOMES = {
     "resume": "kge_torchrec.api",
     "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
-    "tune": "kge_torchrec.commands.tune",
+    "tune": "kge_torchrec.tuning.study",
     "Run": "kge_torchrec.trained_run",
     # settings
     "Config": "kge_torchrec.config",
@@ -65,7 +65,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.api import train as train
     from kge_torchrec.commands.compare import compare as compare
     from kge_torchrec.commands.plan import plan as plan
-    from kge_torchrec.commands.tune import tune as tune
     from kge_torchrec.config import CheckpointConfig as CheckpointConfig
     from kge_torchrec.config import Config as Config
     from kge_torchrec.config import ConfigError as ConfigError
@@ -98,6 +97,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.trained_run import Run as Run
     from kge_torchrec.trained_run import open_run as open_run
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
+    from kge_torchrec.tuning.study import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

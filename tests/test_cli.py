@@ -196,7 +196,7 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
     ("plan demo --devices 2xCPU --sharding table_wise --all", "--sharding: --all lists all"),
     ("compare demo --steps 3 --repeats 0", "--steps: --repeats 0 measures no speed"),
     ("predict R --head a --relation r --candidates seen", "are for new links"),
-    ("tune --resume S --halving none", "--halving was chosen when the study began"),
+    ("tune --resume S --halving none", "reads the settings of the study; leave out CONFIG"),
 ])  # fmt: skip
 def test_option_without_effect_is_rejected(capsys, words, said):
     refused(capsys, words.split(), said)

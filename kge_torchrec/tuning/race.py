@@ -2,8 +2,13 @@
 
 A config that says nothing of training is completed by a race of the configs in
 ``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). After each comparison the
-worst setting stops, and the others train for twice the time (``standings`` has the rules). The
-better one of the last two continues from its checkpoint, so only the time of the others is lost.
+worst setting stops, and the others train for twice the time. The better one of the last two
+continues from its checkpoint, so only the time of the others is lost.
+
+Settings that rise slowly may end higher, so comparisons use a projection: the last result, and a
+share of its gain since half the time for each doubling of the time that is left. If the results or
+projections of the last two differ by less than the noise of the valid triples, they train and are
+compared once more. If they are too close then, ``SLOW`` loses.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -12,13 +17,20 @@ the results so far, so a killed race resumes.
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from kge_torchrec import files
-from kge_torchrec.config import Config
-from kge_torchrec.config.parser import values_of
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import Part, declared, key_of
+from kge_torchrec.config.options import settings_of
+from kge_torchrec.config.parser import config_from_dict, values_of
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
@@ -30,43 +42,124 @@ from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, train_run
 from kge_torchrec.training.session import validation_triples
+from kge_torchrec.training.state import beats
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
-from kge_torchrec.tuning.space import with_values
-from kge_torchrec.tuning.standings import MOST_EPOCHS, Standings
 
-# Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
-# ones of the portfolio race where the time does not suffice for all.
+# The first ones of the portfolio race where the time does not suffice for all.
 PORTFOLIO = ("softmax_n3", "rote", "softmax_weak_n3", "kvsall_adam")
+SLOW = "rote"  # rises slowly, so it stays until the last comparison
+# By size: the most racers, and the largest work of those that lose, in trainings by the rules.
 FIELDS = {"small": (2, 0.2), "base": (4, 0.6), "large": (4, 0.6)}
 ONCE = "small"  # this size does not compare the last two again
+PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
+MOST_EPOCHS = 2  # of the winner, in trainings by the rules
 # The winner trains until it gains less in this last share of its training than
-# ``state.LEAST_GAIN``, for ``MOST_EPOCHS`` trainings by the rules at most.
+# ``state.LEAST_GAIN``.
 PATIENCE = 0.3
+# Work of a step besides its scores: starting operations, looking rows up and updating them.
+# On a CPU a step took about 9 ms besides 0.25 ns per element of a score.
+STEP_WORK = 3.6e7
 _NEVER = 10**9  # epochs between validations: only the last epoch is validated
 
 
-@dataclass(frozen=True)
-class Racer:
-    """A setting in the race.
+@dataclass
+class Race:
+    """The rules and the results of a race so far, as race.json has them.
 
     Attributes:
-        name: Its name in ``configs/portfolio``.
-        config: The config with which the run continues if it wins.
-        work: Of an epoch, see ``work_of``.
-        epochs: After each rung.
+        metric: The metric of the validations.
+        epochs: Epochs of each racer after each rung.
+        rungs: Work of each rung, in trainings by the rules.
+        queries: Ranked per validation; 0 where their number does not bound the noise of the metric.
+        on_cuda, world_size: Where the race started; the settings follow from them.
+        values: Results of each racer on valid, per finished rung; None if training diverged.
+        winner: The winner, once its checkpoint is the run's.
     """
 
-    name: str
-    config: Config
-    work: float
-    epochs: tuple[int, ...] = ()
+    metric: str
+    epochs: dict[str, list[int]]
+    rungs: list[float]
+    queries: int = 0
+    on_cuda: bool = False
+    world_size: int = 1
+    values: dict[str, list[float | None]] = field(default_factory=dict)
+    winner: str | None = None
 
-    def on_rungs(self, works: Sequence[float]) -> Racer:
-        """Return the racer with its epochs after rungs of these works."""
-        most = self.config.train.epochs
-        epochs = tuple(min(most, max(1, int(work / self.work))) for work in works)
-        return replace(self, epochs=epochs)
+    @classmethod
+    def read(cls, folder: RunFolder) -> Race | None:
+        """Return what race.json of a run holds, or None if there is no such file."""
+        if not folder.race.is_file():
+            return None
+        try:
+            return cls(**json.loads(folder.race.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{folder.race} is not of this version of the program ({error}); delete it and "
+                f"{folder.racers} to race again"
+            ) from None
+
+    def save(self, folder: RunFolder) -> None:
+        """Write race.json."""
+        files.write_json(folder.race, asdict(self))
+
+    def projected(self, name: str, rung: int) -> float | None:
+        """Return what a racer should reach at the end, from its results until a rung.
+
+        It is None if the racer diverged. A mean rank is not projected.
+        """
+        *earlier, last = self.values[name][: rung + 1]
+        if last is None or not earlier or self.metric == "mr":
+            return last
+        doublings = math.log2(MOST_EPOCHS / self.rungs[rung])
+        return last + PROJECTED * doublings * max(0.0, last - (earlier[-1] or 0.0))
+
+    def order(self, names: Sequence[str], rung: int) -> list[str]:
+        """Return racers by their projections after a rung, the best one first; ties keep order."""
+        lower = beats(self.metric, 0.0, 1.0)
+
+        def key(name: str) -> float:
+            value = self.projected(name, rung)
+            return math.inf if value is None else value if lower else -value
+
+        return sorted(names, key=key)
+
+    def staying(self, names: Sequence[str], rung: int) -> list[str]:
+        """Return the racers that continue after a rung: all but the worst one beside ``SLOW``."""
+        *_, worst = self.order([name for name in names if name != SLOW], rung)
+        return [name for name in names if name != worst]
+
+    def tells_apart(self, names: Sequence[str], rung: int) -> bool:
+        """Return whether two racers differ by a standard error after a rung.
+
+        Both their results and their projections must. It is also true if one of them diverged, or
+        if the noise of the metric is not known.
+        """
+        one, other = (self.values[name][rung] for name in names)
+        if one is None or other is None:
+            return True
+        ahead = (self.projected(names[0], rung) or 0.0) - (self.projected(names[1], rung) or 0.0)
+        return min(abs(one - other), abs(ahead)) >= self._error(max(one, other))
+
+    def finalists(self, names: Sequence[str], rung: int) -> list[str]:
+        """Return the last two racers, the one that continues first.
+
+        The better one continues only if it is ahead by at least a standard error. Otherwise
+        ``SLOW`` does not continue, or the order of ``names`` decides.
+        """
+        best, other = self.order(names, rung)
+        value, others = self.projected(best, rung), self.projected(other, rung)
+        error = self._error(self.values[best][rung] or 0.0)
+        if value is None or others is None or abs(value - others) >= error:
+            return [best, other]
+        return sorted(names, key=lambda name: name == SLOW)
+
+    def _error(self, mean: float) -> float:
+        """Return the largest standard error that a result, between 0 and 1, can have.
+
+        It is that of a share: no values between 0 and 1 with this mean vary more.
+        """
+        return math.sqrt(mean * (1 - mean) / self.queries) if self.queries else 0.0
 
 
 def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
@@ -83,54 +176,60 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         The config of the winner, or ``config`` if there is nothing to compare.
 
     Raises:
+        ConfigError: race.json is not of this version.
         NonFiniteLoss, NonFiniteParameters: The training of every setting diverged.
         TrainingStopped, TrainingInterrupted: A signal; the race resumes with the run.
     """
-    standings = on_first_rank(ranks, lambda: Standings.read(folder))
+    state = on_first_rank(ranks, lambda: Race.read(folder))
     if config.decided_by is not None:
-        on_first_rank(ranks, lambda: _end(folder, standings))
+        on_first_rank(ranks, lambda: _end(folder, state))
         return config
     store = open_store(config, folder.path, ranks, config.run.progress and ranks.is_first)
-    place = ranks.device.type == "cuda", ranks.world_size
-    if standings is not None:
-        place = standings.on_cuda, standings.world_size
-    racers, rungs, share = entered(config, store, ranks, place)
-    if not len(store.valid) or len(racers) < 2:
-        why = "a race takes too long" if len(store.valid) else "valid has no triples"
-        say(f"default: rules, because {why}")
+    if not len(store.valid):
+        say("default: rules, because valid has no triples")
         return config
-    if standings is None:
-        epochs = {racer.name: racer.epochs for racer in racers}
-        standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
-        standings.queries = _queries(racers[0].config, store)
-    track = _Track(config, folder, store, ranks)
-    say(_announced(standings, config.size != ONCE))
-    winner = _winner(racers, standings, track)
-    standings.winner = winner.name
+    place = ranks.device.type == "cuda", ranks.world_size
+    if state is not None:
+        place = state.on_cuda, state.world_size
+    configs = racers(config, store, place)
+    if state is None:
+        works = {name: work_of(chosen, store, ranks) for name, chosen in configs.items()}
+        by_rules = config.settled(store.size, *place).train.epochs
+        epochs, rungs, share = entered(works, by_rules, config.size)
+        if not epochs:
+            say("default: rules, because a race takes too long")
+            return config
+        queries = _queries(configs[PORTFOLIO[0]], store)
+        state = Race(config.evaluation.metric, epochs, rungs, queries, *place)
+        more = "" if config.size == ONCE else ", or twice that if the last two are close"
+        shown = "; ".join(
+            f"{name} ({configs[name].model.scorer}) {', '.join(map(str, n))}"
+            for name, n in epochs.items()
+        )
+        say(
+            f"race of defaults: the config names no model, so {len(epochs)} settings train for a "
+            f"short time and the best one continues. Epochs until each comparison: {shown}. The "
+            f"others cost at most {share:.0%} of a training's time{more}. --default rules skips it"
+        )
+    winner = _winner(state, configs, config, folder, store, ranks)
+    state.winner = winner
 
     def install() -> None:
-        _save(folder, standings)
-        folder.save_config(winner.config)
-        _move_in(folder, winner.name)
+        state.save(folder)
+        folder.save_config(configs[winner])
+        _end(folder, state)
 
     on_first_rank(ranks, install)
-    return winner.config
+    return configs[winner]
 
 
-def entered(
-    config: Config, store: TripleStore, ranks: Processes, place: tuple[bool, int]
-) -> tuple[list[Racer], list[float], float]:
-    """Return the settings for whose race the time suffices, and what the race takes.
+def racers(config: Config, store: TripleStore, place: tuple[bool, int]) -> dict[str, Config]:
+    """Return the config of each setting of the portfolio with which the run continues if it wins.
 
     Args:
         config: The run's config, which says nothing of training.
         store: The triples.
-        ranks: The ranks of the run.
         place: Whether the race started on CUDA, and on how many ranks.
-
-    Returns:
-        The racers, at least one; the work of each rung; and the most work of all losers. Work is
-        in trainings by the rules.
     """
     epochs = config.settled(store.size, *place).train.epochs
     to_its_end = {
@@ -138,32 +237,81 @@ def entered(
         "evaluation.every": max(1, epochs // 10),
         "evaluation.patience": PATIENCE,
     }
-    racers = []
-    for name in PORTFOLIO:
-        chosen = filled(with_values(config, values_of(name)), to_its_end)
-        chosen = chosen.settled(store.size, *place)
-        racers.append(Racer(name, chosen, work_of(chosen, store, ranks)))
-    whole = racers[0].work * epochs
-    most, limit = FIELDS[config.size]
-    for count in range(most, 1, -1):
-        rungs = _rungs(count, limit)
-        entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in racers[:count]]
-        share = _most_lost(entering) / whole
-        if share <= limit and config.size != ONCE:
-            rungs.append(2 * rungs[-1])
-            entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in entering]
-        if share <= limit:
-            return entering, rungs, share
-    return racers[:1], [], 0.0
+    return {
+        name: filled(with_values(config, values_of(name)), to_its_end).settled(store.size, *place)
+        for name in PORTFOLIO
+    }
 
 
-def _rungs(count: int, limit: float) -> list[float]:
-    """Return the work of each rung, if all losers may take ``limit`` together.
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the config with other values for dotted keys; keys of options are allowed."""
+    changed = config.to_dict()
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        part = changed
+        for group in groups:
+            part = part[group]
+        part[name] = value
+    _drop_options_of_others(changed, values)
+    return config_from_dict(changed)
+
+
+def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Remove options of the config that a part has not, where ``values`` choose the part."""
+    for key, item in declared(Config).items():
+        section, _, name = key.rpartition(".")
+        part = key_of(item).options
+        if isinstance(part, Part) and f"{section}.{part.field}" in values:
+            owner = resolve(part.kind, values[f"{section}.{part.field}"])
+            known = {option.name for option in fields(settings_of(owner))}
+            options = config[section][name]
+            for option in options.keys() - known:
+                if f"{key}.{option}" not in values:
+                    del options[option]
+
+
+def work_of(config: Config, store: TripleStore, ranks: Processes) -> float:
+    """Return the work of an epoch of a config without nulls, in elements of scores."""
+    negatives, batches = config.negatives, build_batches(config, store, ranks)
+    sides = 1 if negatives.examples == "queries" else len(sides_of(negatives.sides))
+    count = store.num_entities if negatives.is_full else negatives.drawn("tail")
+    scores = float(batches.examples) * sides * count
+    return scores * config.model.dim + batches.steps_per_epoch * STEP_WORK
+
+
+def entered(
+    works: Mapping[str, float], epochs: int, size: str
+) -> tuple[dict[str, list[int]], list[float], float]:
+    """Return the racers for whose race the time suffices, and what the race takes.
 
     One racer loses after each rung. A race of two has a first rung too, for the projection.
+
+    Args:
+        works: The work of an epoch of each setting.
+        epochs: The epochs of a training by the rules.
+        size: How much time the race may take.
+
+    Returns:
+        The epochs of each racer after each rung (nothing if fewer than two can race); the work of
+        each rung; and the most work of all losers, if the last two are not compared again. Work is
+        in trainings by the rules.
     """
-    last = limit / (2 - 2 ** (2 - count))
-    return [last / 2**later for later in reversed(range(max(2, count - 1)))]
+    whole = next(iter(works.values())) * epochs
+    most, limit = FIELDS[size]
+    for count in range(min(most, len(works)), 1, -1):
+        last = limit / (2 - 2 ** (2 - count))
+        rungs = [last / 2**later for later in reversed(range(max(2, count - 1)))]
+        if size != ONCE:
+            rungs.append(2 * last)
+        field = {
+            name: [min(MOST_EPOCHS * epochs, max(1, int(whole * rung / work))) for rung in rungs]
+            for name, work in [*works.items()][:count]
+        }
+        losing = range(max(2, count - 1))[1 - count :]
+        lost = sum(max(works[name] * field[name][rung] for name in field) for rung in losing)
+        if lost / whole <= limit:
+            return field, rungs, lost / whole
+    return {}, [], 0.0
 
 
 def _queries(config: Config, store: TripleStore) -> int:
@@ -174,147 +322,107 @@ def _queries(config: Config, store: TripleStore) -> int:
     return 2 * len(triples) if cutoff_of(metric) is None else len(users_of(triples)[1])
 
 
-def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work that losers can take: one of them after each rung."""
-    rungs = range(len(racers[0].epochs))[1 - len(racers) :]
-    return sum(max(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs)
-
-
-# Work of a step besides its scores: starting operations, looking rows up and updating them.
-# On a CPU a step took about 9 ms besides 0.25 ns per element of a score.
-_STEP = 3.6e7
-
-
-def work_of(config: Config, store: TripleStore, ranks: Processes) -> float:
-    """Return the work of an epoch in elements of scores.
-
-    Args:
-        config: A config without nulls.
-        store: The triples.
-        ranks: The ranks of the run.
-    """
-    negatives, batches = config.negatives, build_batches(config, store, ranks)
-    sides = 1 if negatives.examples == "queries" else len(sides_of(negatives.sides))
-    count = store.num_entities if negatives.is_full else negatives.drawn("tail")
-    scores = float(batches.examples) * sides * count
-    return scores * config.model.dim + batches.steps_per_epoch * _STEP
-
-
-@dataclass(frozen=True)
-class _Track:
-    """Where racers train."""
-
-    config: Config
-    folder: RunFolder
-    store: TripleStore
-    ranks: Processes
-
-    def run(self, racer: Racer, rung: int) -> float | None:
-        """Train a racer until the end of a rung; return its result, or None if it diverged."""
-        folder = RunFolder(self.folder.racers / racer.name)
-        epochs = racer.epochs[rung]
-        every = {**racer.config.checkpoint.every, "epochs": 0}
-        options = {**racer.config.checkpoint.options, "copy_to": None}
-        config = replace(
-            racer.config,
-            data=replace(racer.config.data, path=str(self.store.path)),
-            train=replace(racer.config.train, epochs=epochs),
-            evaluation=replace(racer.config.evaluation, every=_NEVER, patience=0),
-            checkpoint=replace(racer.config.checkpoint, keep=1, every=every, options=options),
-            run=replace(
-                racer.config.run,
-                dir=str(folder.path),
-                resume="never",
-                progress=False,
-                trackers={"tensorboard": False},
-            ),
-        )
-
-        try:
-            resumed = folder if on_first_rank(self.ranks, lambda: folder.holds_run) else None
-            train_run(config, Extras(rank_test=False, is_trial=True), resumes=resumed)
-        except (NonFiniteLoss, NonFiniteParameters) as error:
-            say(f"race of defaults: {racer.name} diverged: {error}")
-            return None
-        except (TrainingStopped, TrainingInterrupted) as error:
-            raise type(error)(
-                f"stopped in the race of defaults; resume with `train --resume {self.folder.path}`."
-            ) from error
-        return on_first_rank(self.ranks, lambda: folder.load_results()["valid"]["best"])
-
-
-def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
-    """Run the rungs that are left; return the racer that is left at the end.
+def _winner(
+    state: Race,
+    configs: Mapping[str, Config],
+    config: Config,
+    folder: RunFolder,
+    store: TripleStore,
+    ranks: Processes,
+) -> str:
+    """Run the rungs that are left, and return the racer that continues.
 
     The last rung of a race that may compare again runs only if the results before it are too close.
     """
-    compared = len(standings.rungs) - (1 if track.config.size == ONCE else 2)
-    left = {racer.name: racer for racer in racers}
-    for rung in range(len(standings.rungs)):
-        for racer in left.values():
-            values = standings.values.setdefault(racer.name, [])
+    began, left = time.perf_counter(), list(state.epochs)
+    compared = len(state.rungs) - (1 if config.size == ONCE else 2)
+    for rung in range(len(state.rungs)):
+        for name in left:
+            values = state.values.setdefault(name, [])
             if len(values) <= rung:
-                values.append(None if None in values else track.run(racer, rung))
-                on_first_rank(track.ranks, lambda: _save(track.folder, standings))
-                _report(track, racer, standings)
+                epochs = state.epochs[name][rung]
+                diverged = None in values
+                value = (
+                    None
+                    if diverged
+                    else _trained(name, configs[name], epochs, folder, store, ranks)
+                )
+                values.append(value)
+                on_first_rank(ranks, lambda: state.save(folder))
+                if value is not None:
+                    say(
+                        f"race of defaults: {name} valid {state.metric} {value:.4f} after "
+                        f"{epochs} epoch{'s' * (epochs != 1)}"
+                    )
         if len(left) > 2:
-            left = {name: left[name] for name in standings.staying(list(left), rung)}
-        elif rung == compared and standings.tells_apart(list(left), rung):
+            left = state.staying(left, rung)
+        elif rung == compared and state.tells_apart(left, rung):
             break
-    first, second = standings.finalists(list(left))
-    if standings.values[first][-1] is None:
+    first, second = state.finalists(left, rung)
+    mine, others = state.values[first][rung], state.values[second][rung]
+    if mine is None:
         raise NonFiniteLoss(
             "the training of every setting in the race of defaults diverged; set model.scorer, "
             "loss.name and train.lr yourself"
         )
-    _report_winner(track, first, second, standings)
-    return left[first]
+    ahead = "" if others is None else f", {others:.4f} with {second}"
+    if state.order((first, second), rung)[0] != first:
+        ahead += ", which is too close to tell them apart"
+    say(
+        f"race of defaults: {first} ({configs[first].model.scorer}) wins and continues (valid "
+        f"{state.metric} {mine:.4f}{ahead}) after {time.perf_counter() - began:.0f} s"
+    )
+    return first
 
 
-def _save(folder: RunFolder, standings: Standings) -> None:
-    files.write_json(folder.race, asdict(standings))
+def _trained(
+    name: str,
+    config: Config,
+    epochs: int,
+    run: RunFolder,
+    store: TripleStore,
+    ranks: Processes,
+) -> float | None:
+    """Train a racer until it has these epochs; return its result, or None if it diverged."""
+    folder = RunFolder(run.racers / name)
+    every = {**config.checkpoint.every, "epochs": 0}
+    options = {**config.checkpoint.options, "copy_to": None}
+    config = replace(
+        config,
+        data=replace(config.data, path=str(store.path)),
+        train=replace(config.train, epochs=epochs),
+        evaluation=replace(config.evaluation, every=_NEVER, patience=0),
+        checkpoint=replace(config.checkpoint, keep=1, every=every, options=options),
+        run=replace(
+            config.run,
+            dir=str(folder.path),
+            resume="never",
+            progress=False,
+            trackers={"tensorboard": False},
+        ),
+    )
+    try:
+        resumed = folder if on_first_rank(ranks, lambda: folder.holds_run) else None
+        train_run(config, Extras(rank_test=False, is_trial=True), resumes=resumed)
+    except (NonFiniteLoss, NonFiniteParameters) as error:
+        say(f"race of defaults: {name} diverged: {error}")
+        return None
+    except (TrainingStopped, TrainingInterrupted) as error:
+        raise type(error)(
+            f"stopped in the race of defaults; resume with `train --resume {run.path}`."
+        ) from error
+    return on_first_rank(ranks, lambda: folder.load_results()["valid"]["best"])
 
 
-def _end(folder: RunFolder, standings: Standings | None) -> None:
-    """End a race that was killed while the winner moved in, or whose config now says more."""
-    if standings is not None and standings.winner is not None:
-        return _move_in(folder, standings.winner)
-    folder.remove(["race", "race.json"])
+def _end(folder: RunFolder, state: Race | None) -> None:
+    """Move the winner's checkpoint and metrics into the run's folder; a second call finishes it.
 
-
-def _move_in(folder: RunFolder, winner: str) -> None:
-    """Move the winner's checkpoint and metrics into the run's folder; a second call finishes it."""
-    racer = folder.racers / winner
+    A race without a winner is removed: the config now says more than it did.
+    """
+    if state is None or state.winner is None:
+        return folder.remove(["race", "race.json"])
+    racer = folder.racers / state.winner
     for name in ("metrics.jsonl", "checkpoints"):
         if (racer / name).exists():
             (racer / name).replace(folder.path / name)
     shutil.rmtree(folder.racers)
-
-
-def _announced(standings: Standings, again: bool) -> str:
-    rungs = [f"{name} {', '.join(map(str, n))}" for name, n in standings.epochs.items()]
-    more = ", and as much again if the last two are too close then" if again else ""
-    return (
-        f"race of defaults (default: rules skips it): epochs until each comparison: "
-        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time{more}"
-    )
-
-
-def _report(track: _Track, racer: Racer, standings: Standings) -> None:
-    values = standings.values[racer.name]
-    if values[-1] is not None:
-        epochs = racer.epochs[len(values) - 1]
-        say(
-            f"race of defaults: {racer.name} valid {standings.metric} {values[-1]:.4f} after "
-            f"{epochs} epoch{'s' * (epochs != 1)}",
-        )
-
-
-def _report_winner(track: _Track, first: str, second: str, standings: Standings) -> None:
-    mine, others = standings.values[first][-1], standings.values[second][-1]
-    ahead = "" if others is None else f", {others:.4f} with {second}"
-    if standings.order((first, second))[0] != first:
-        ahead += ", which is too close to tell them apart"
-    say(
-        f"race of defaults: {first} continues (valid {standings.metric} {mine:.4f}{ahead})",
-    )

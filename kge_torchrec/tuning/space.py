@@ -4,26 +4,24 @@ A space file maps dotted keys to ranges or lists:
 
     train.lr: {low: 0.01, high: 1.0, log: true}      # integers if both bounds are integers
     train.batch_size: [128, 256, 512]                # choices
+    seed: [0, 1, 2]
+    loss.name: [softmax, margin, self_adversarial]
     loss.options.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
     train.optimizer_options.eps:                     # several ranges with different conditions
       - {low: 1.0e-10, high: 1.0e-6, log: true, when: {train.optimizer: adam}}
       - {choices: [1.0e-8], when: {train.optimizer: adagrad}}
 
-A condition (``when``) names another key of the space or the config, and its allowed values. A key
-whose conditions do not hold keeps the config's value.
+A condition (``when``) names a key of the config or an earlier one of the space, and its allowed
+values. A key whose conditions do not hold keeps the config's value.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
-from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -33,25 +31,12 @@ from optuna.distributions import (
 from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import Part, all_values, declared, key_of
-from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.keys import all_values, declared
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.yaml_file import read_yaml
 
-Suggest = Callable[[str, BaseDistribution], Any]  # Optuna's name of a parameter -> a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
 # Keys that determine the data, metric and training time by which trials are compared.
-FIXED = (
-    "data.",
-    "run.",
-    "evaluation.",
-    "checkpoint.",
-    "train.epochs",
-    "seed",
-    "device",
-    "threads",
-)
+FIXED = ("data.", "run.", "evaluation.", "checkpoint.", "train.epochs", "device", "threads")
 
 
 @dataclass(frozen=True)
@@ -67,108 +52,77 @@ class Parameter:
         """Return whether the conditions hold for the given values of all keys."""
         return all(values.get(key) in allowed for key, allowed in self.when.items())
 
+    def suggested(self, trial: Trial) -> Any:
+        """Return the value that Optuna suggests for a trial."""
+        name, of = self.name, self.distribution
+        if isinstance(of, CategoricalDistribution):
+            return trial.suggest_categorical(name, of.choices)
+        if isinstance(of, IntDistribution):
+            return trial.suggest_int(name, of.low, of.high, step=of.step, log=of.log)
+        assert isinstance(of, FloatDistribution)
+        return trial.suggest_float(name, of.low, of.high, step=of.step, log=of.log)
 
-class SearchSpace:
-    """Parameters, sorted so that each one comes after the keys in its conditions.
+    def contains(self, value: Any) -> bool:
+        """Return whether a value lies in the range."""
+        of = self.distribution
+        if isinstance(of, CategoricalDistribution):
+            return value in of.choices
+        assert isinstance(of, IntDistribution | FloatDistribution)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and of.low <= value <= of.high
+
+
+def parameters_of(values: Any, where: str = "search space") -> list[Parameter]:
+    """Return the parameters of a space, in its order.
 
     Args:
         values: A mapping in the form that this module describes.
         where: The source of the mapping, for error messages.
 
     Raises:
-        ConfigError: A key is unknown, a range is malformed, or conditions are circular.
+        ConfigError: A key is unknown, a range is malformed, or a condition names a later key.
     """
-
-    def __init__(self, values: Any, where: str = "search space"):
-        if not isinstance(values, dict) or not values:
-            raise ConfigError(f"{where} must map each key to a range or a list of values")
-        self.values = values
-        by_key: dict[str, list[Parameter]] = {}
-        for name, ranges in values.items():
-            key = str(name)
-            _check_key(key, where)
-            several = isinstance(ranges, list) and any(isinstance(item, dict) for item in ranges)
-            parts = ranges if several else [ranges]
-            by_key[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
-        needs = {
-            key: {other for part in parts for other in part.when if other in by_key}
-            for key, parts in by_key.items()
-        }
-        try:
-            order = list(TopologicalSorter(needs).static_order())
-        except CycleError as error:
-            raise ConfigError(
-                f"{where}: conditions are circular: {' -> '.join(error.args[1])}"
-            ) from None
-        self.parameters = [part for key in order for part in by_key[key]]
-
-    @classmethod
-    def read(cls, path: str | Path) -> SearchSpace:
-        """Read a space from a YAML file."""
-        try:
-            return cls(read_yaml(path), str(path))
-        except FileNotFoundError:
-            raise ConfigError(f"space: there is no file {path}") from None
-
-    def to_yaml(self) -> str:
-        """Return the content of a space file."""
-        return yaml.safe_dump(self.values, sort_keys=False)
-
-    def suggest(self, config: Config, suggest: Suggest) -> dict[str, Any]:
-        """Return values for the keys whose conditions hold.
-
-        Args:
-            config: Provides the values of all other keys.
-            suggest: Returns a value for (name, distribution).
-        """
-        known = all_values(config)
-        chosen: dict[str, Any] = {}
-        for parameter in self.parameters:
-            if parameter.key not in chosen and parameter.holds(known):
-                value = suggest(parameter.name, parameter.distribution)
-                known[parameter.key] = chosen[parameter.key] = value
-        return chosen
-
-    def of_trial(self, config: Config, trial: Trial) -> dict[str, Any]:
-        """Return the values that Optuna suggests for a trial."""
-        return self.suggest(config, partial(_suggest, trial))
-
-    def of_config(self, config: Config) -> dict[str, Any]:
-        """Return the config's own values that lie in the space, by Optuna's names."""
-        inside: dict[str, Any] = {}
-        known = all_values(config)
-        for parameter in self.parameters:
-            value, of = known.get(parameter.key), parameter.distribution
-            if parameter.holds(known) and value is not None and _contains(of, value):
-                inside[parameter.name] = value
-        return inside
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{where} must map each key to a range or a list of values")
+    parameters: list[Parameter] = []
+    left = [str(key) for key in values]
+    for key, ranges in values.items():
+        _check_key(str(key), where)
+        several = isinstance(ranges, list) and any(isinstance(item, dict) for item in ranges)
+        parts = ranges if several else [ranges]
+        made = [_parameter(str(key), part, len(parts) > 1, where) for part in parts]
+        for other in (other for parameter in made for other in parameter.when):
+            if other in left:
+                raise ConfigError(
+                    f"{key} in {where}: its condition names {other}, which must come before it"
+                )
+        left.remove(str(key))
+        parameters += made
+    return parameters
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with other values for dotted keys; keys of options are allowed."""
-    changed = config.to_dict()
-    for key, value in values.items():
-        *groups, name = key.split(".")
-        part = changed
-        for group in groups:
-            part = part[group]
-        part[name] = value
-    _drop_options_of_others(changed, values)
-    return config_from_dict(changed)
+def suggested(space: Sequence[Parameter], config: Config, trial: Trial) -> dict[str, Any]:
+    """Return the values that Optuna suggests for the keys whose conditions hold.
+
+    The config provides the values of all other keys.
+    """
+    known, chosen = all_values(config), dict[str, Any]()
+    for parameter in space:
+        if parameter.key not in chosen and parameter.holds(known):
+            known[parameter.key] = chosen[parameter.key] = parameter.suggested(trial)
+    return chosen
 
 
-def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Remove options of the config that a part has not, where ``values`` choose the part."""
-    for key, item in declared(Config).items():
-        section, _, name = key.rpartition(".")
-        part = key_of(item).options
-        if isinstance(part, Part) and f"{section}.{part.field}" in values:
-            owner = resolve(part.kind, values[f"{section}.{part.field}"])
-            known = {option.name for option in fields(settings_of(owner))}
-            options = config[section][name]
-            for option in options.keys() - known:
-                if f"{key}.{option}" not in values:
-                    del options[option]
+def own_values(space: Sequence[Parameter], config: Config) -> dict[str, Any]:
+    """Return the config's own values that lie in the space, by Optuna's names."""
+    known = all_values(config)
+    return {
+        parameter.name: known[parameter.key]
+        for parameter in space
+        if parameter.holds(known)
+        and known.get(parameter.key) is not None
+        and parameter.contains(known[parameter.key])
+    }
 
 
 def _check_key(key: str, where: str) -> None:
@@ -234,23 +188,6 @@ def _distribution(entry: dict[str, Any]) -> BaseDistribution:
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=log, step=1 if step is None else step)
     return FloatDistribution(float(low), float(high), log=log, step=step)
-
-
-def _contains(distribution: BaseDistribution, value: Any) -> bool:
-    if isinstance(distribution, CategoricalDistribution):
-        return value in distribution.choices
-    assert isinstance(distribution, IntDistribution | FloatDistribution)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and distribution.low <= value <= distribution.high
-
-
-def _suggest(trial: Trial, name: str, of: BaseDistribution) -> Any:
-    if isinstance(of, CategoricalDistribution):
-        return trial.suggest_categorical(name, of.choices)
-    if isinstance(of, IntDistribution):
-        return trial.suggest_int(name, of.low, of.high, step=of.step, log=of.log)
-    assert isinstance(of, FloatDistribution)
-    return trial.suggest_float(name, of.low, of.high, step=of.step, log=of.log)
 
 
 # The most entities for which a study can afford to score all of them per query: an epoch of kvsall

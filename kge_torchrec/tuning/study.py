@@ -1,78 +1,227 @@
-"""A study: trials in a shared folder, run by any number of processes.
+"""A study: trials in a folder, run by any number of processes, on Optuna's own storage.
 
 The folder holds:
-    study.json    the number of trials, how poor ones are dropped, the metric
+    study.json    what the study was started with
     config.yaml   the config whose keys the trials change
     space.yaml    the keys that the trials change
-    journal.log   Optuna's journal of all trials so far
+    optuna.db     Optuna's database of all trials, unless the study has another storage
     store/        the prepared triples, unless the config names a store
-    trials/0007   the run of a trial
+    trials/0007   the run of a trial, without checkpoints
     trials.json   all trials that have ended, and the best one
     best.yaml     the config of the best trial, for ``train``
 
-Processes communicate only through the folder. A process holds a file lock while it runs a trial,
-and the system releases the lock when the process ends for any reason. A trial whose state is
-"running" while its lock is free was killed, and Optuna's retry callback enqueues it again.
-(Optuna's heartbeat does the same after a delay, but needs a database.)
+Processes communicate through Optuna's storage only. A process that trains beats in the database. A
+trial whose process has not beaten for ``GRACE`` seconds fails, and Optuna tries its values again,
+once. The same happens to a trial that a signal or a full disk ended.
+
+A trial is an ordinary run with a callback that can end it. It is compared with other trials after
+the same number of epochs. The first trials, with the settings that the study starts from, are
+compared but never dropped, since some of them rise slowly.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-import sys
+import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import optuna
 import yaml
-from filelock import BaseFileLock, FileLock, Timeout
-from optuna.samplers import TPESampler
-from optuna.storages import JournalStorage, RetryHeartbeatStaleTrialCallback
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.study import Study as OptunaStudy
-from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError, GraphSize
-from kge_torchrec.config.parser import read_run_config, values_of
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
+from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.training.run_data import open_store
-from kge_torchrec.tuning.race import PORTFOLIO
-from kge_torchrec.tuning.space import FIXED, SMALL, SearchSpace, default_space, with_values
+from kge_torchrec.errors import KGEError
+from kge_torchrec.lines import say
+from kge_torchrec.ranking.metrics import value_of
+from kge_torchrec.training.run_data import check_start, facts_of, open_store
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.runs import Extras, train_run
+from kge_torchrec.training.stop_signal import TrainingStopped
+from kge_torchrec.tuning.race import PORTFOLIO, with_values
+
+try:
+    import optuna
+    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.trial import FrozenTrial, Trial, TrialState
+
+    from kge_torchrec.tuning.space import (
+        FIXED,
+        SMALL,
+        default_space,
+        own_values,
+        parameters_of,
+        suggested,
+    )
+except ModuleNotFoundError:
+    raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'") from None
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.trainer import Callback
 
 HALVING = ("epochs", "none")
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
+HEARTBEAT, GRACE = 5, 30  # seconds between beats, and without a beat until a trial counts as killed
 RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
-_LONGEST_LINE = 1 << 16  # bytes of a journal line
+FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
 
 log = logging.getLogger(__name__)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    _again = RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all processes of a study share."""
+def tune(
+    config: AnyConfig = None,
+    trials: int = 30,
+    study: str | Path | None = None,
+    space: str | Path | dict[str, Any] | None = None,
+    halving: str = "epochs",
+    storage: str | None = None,
+) -> dict[str, Any]:
+    """Search for good settings by their results on valid, or resume the study in a folder.
 
-    trials: int
-    halving: str
-    metric: str  # on valid, both sides, realistic
-    seed: int
-    portfolio: Sequence[str] = ()  # the settings of the first trials; empty: those of the config
+    If ``config`` leaves training open and ``space`` is None, the first trials use the settings of
+    the race of defaults; otherwise the first one uses ``config``.
+
+    Args:
+        config: The config whose keys the trials change, in a form that ``train`` takes.
+        trials: The trials of the whole study, including those of earlier calls and of other
+            processes.
+        study: The folder of the study, which is created or resumed. None: studies/SCORER-TIME.
+        space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
+            and the size of the graph.
+        halving: How poor trials are dropped: after few "epochs", or "none".
+        storage: The URL of Optuna's storage. None: a SQLite file in the folder.
+
+    Returns:
+        The content of trials.json: "best", "trials" and others.
+
+    Raises:
+        ConfigError: A setting is invalid, or all trials fail.
+        DataError: The data cannot be used.
+        TrainingStopped: A signal stopped a training.
+    """
+    at_least("trials", trials, 1)
+    return make_study(as_config(config), trials, study, space, halving, storage).run(trials)
+
+
+def make_study(
+    config: Config,
+    trials: int,
+    folder: str | Path | None,
+    space: str | Path | dict[str, Any] | None,
+    halving: str,
+    storage: str | None,
+) -> Study:
+    """Make a new study, or open the one in the folder if it has the same settings.
+
+    Raises:
+        ConfigError: The folder has other files or another study, or the config cannot be tuned.
+        DataError: The data cannot be used.
+    """
+    named = config.model.scorer if config.decided_by else "default"
+    path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
+    check_start(config, facts_of(config))
+    if halving not in HALVING:
+        raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {halving!r}")
+    if (config.train.epochs or 1) < 1:
+        raise ConfigError("train.epochs must be at least 1 to tune, got 0")
+    if isinstance(space, str | Path):
+        if not Path(space).is_file():
+            raise ConfigError(f"space: there is no file {space}")
+        ranges = read_yaml(Path(space))
+        parameters_of(ranges, str(space))
+    else:
+        ranges = space
+        if space is not None:
+            parameters_of(space)
+    is_study = (path / "study.json").is_file()
+    own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
+    if not is_study and any(file.name not in own for file in path.glob("[!.]*")):
+        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    plain = replace(config, run=replace(config.run, dir=None, resume="never"))
+    given = {"config": plain.to_dict(), "search space": ranges, "way of dropping trials": halving}
+    given = json.loads(json.dumps({**given, "storage": storage}))
+    with (path / ".lock").open("a") as file:
+        files.lock(file, wait=True)
+        if not (path / "study.json").is_file():
+            first = _write(path, plain, ranges, halving)
+            content = {"name": path.resolve().name, "trials": trials, "first": first, **given}
+            files.write_json(path / "study.json", content)  # last, since it marks a study
+    there = json.loads((path / "study.json").read_text(encoding="utf-8"))
+    for what, value in given.items():
+        if there[what] != value:
+            raise ConfigError(
+                f"study: the study in {path} has a different {what}; resume that study "
+                f"with `tune --resume {path}`, or name another folder"
+            )
+    return Study(path)
+
+
+def _write(path: Path, config: Config, ranges: dict[str, Any] | None, halving: str) -> list[str]:
+    """Write config.yaml and space.yaml, and prepare the store.
+
+    Returns:
+        The settings of the race that are the first trials, if the config leaves training open.
+    """
+    first: list[str] = []
+    store = _store(path, config)
+    if not len(store.valid):
+        raise ConfigError("data.path: tune compares trials on valid, which has no triples")
+    for note in notes(store):
+        log.warning(note)
+    resolved = config.settled(store.size)
+    if ranges is None:
+        ranges = default_space(config, store.num_entities)
+        if config.decided_by is None:
+            # The first trials are those of the race. Their other keys follow from their settings.
+            kept = {key: attrgetter(key)(resolved) for key in KEYS if key.startswith(FIXED)}
+            resolved = filled(config, kept)
+            first = _fitting(config, store)
+            say(f"first trials: the settings of the race, {', '.join(first)}")
+    every = resolved.evaluation.every or resolved.train.epochs
+    if halving == "epochs":  # a validation early enough to drop trials
+        every = min(every, max(1, resolved.train.epochs // ETA ** (RUNGS - 1)))
+    replace(resolved, evaluation=replace(resolved.evaluation, every=every)).save(
+        path / "config.yaml"
+    )
+    (path / "trials").mkdir(exist_ok=True)
+    files.write_text(path / "space.yaml", yaml.safe_dump(ranges, sort_keys=False))
+    return first
+
+
+def _fitting(config: Config, store: TripleStore) -> list[str]:
+    """Return the settings of the portfolio that score no more entities per query than ``SMALL``."""
+    full = {name: with_values(config, values_of(name)).negatives.is_full for name in PORTFOLIO}
+    return [name for name in PORTFOLIO if store.num_entities <= SMALL or not full[name]]
+
+
+def _store(path: Path, config: Config) -> TripleStore:
+    if (Path(config.data.path) / META).is_file():
+        return TripleStore.open(config.data.path)
+    return open_store(config, path)
 
 
 class Study:
-    """The folder of a study and its trials.
+    """The folder of a study and Optuna's study of its trials.
 
     Raises:
         ConfigError: ``path`` is not a study.
@@ -82,214 +231,223 @@ class Study:
         self.path = path
         if not (path / "study.json").is_file():
             raise ConfigError(f"{path} is no study: the folder has no study.json")
-        values = json.loads((path / "study.json").read_text(encoding="utf-8"))
-        self.settings = Settings(**values)
+        self.given = json.loads((path / "study.json").read_text(encoding="utf-8"))
         self.config = read_run_config(path / "config.yaml")
-        self.space = SearchSpace.read(path / "space.yaml")
-        journal = str(path / "journal.log")
-        self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))
-        self.optuna = self._load()
+        self.metric = self.config.evaluation.metric
+        self.space = parameters_of(read_yaml(path / "space.yaml"), str(path / "space.yaml"))
+        self.halves = self.given["way of dropping trials"] == "epochs"
+        self.is_file = self.given["storage"] is None
+        self.storage = self.given["storage"] or f"sqlite:///{path / 'optuna.db'}"
+        self.store = _store(path, self.config)
 
-    @classmethod
-    def open_or_make(
-        cls, path: Path, config: Config, space: SearchSpace | None, settings: Settings
-    ) -> Study:
-        """Open the study in a folder, or create it if there is none.
+    def run(
+        self, trials: int | None = None, threads: int | None = None, device: str | None = None
+    ) -> dict[str, Any]:
+        """Run trials until the study has so many, including those of other processes.
 
         Args:
-            path: The folder.
-            config: The config whose keys the trials change.
-            space: The keys to change; None: a default for the scorer and the graph.
-            settings: The settings.
+            trials: None: as many as it was started with.
+            threads: Threads of the runs; None: those of the config.
+            device: Device of the runs; None: that of the config.
+
+        Returns:
+            The content of trials.json.
 
         Raises:
-            ConfigError: The folder has other files, or the config cannot be tuned.
-            DataError: The data cannot be used.
+            ConfigError: The first five trials all failed.
+            TrainingStopped: A signal stopped the training.
+            KeyboardInterrupt: The user interrupted it; the message says how to resume.
+            OSError: A file cannot be written.
         """
-        _check(path, config, settings)
-        with _lock(path / ".lock"):
-            store = _store(path, config)
-            if not (path / "study.json").is_file():
-                if not len(store.valid):
-                    raise ConfigError(
-                        "data.path: tune compares trials on valid, which has no triples"
-                    )
-                for note in notes(store):
-                    log.warning(note)
-                _make(path, config, space, settings, store)
-        study = cls(path)
-        study._check_same(config, space, settings)
-        return study
+        limit = trials or self.given["trials"]
+        own: dict[str, Any] = {"threads": threads, "device": device}
+        own = {key: value for key, value in own.items() if value is not None}
 
-    def _check_same(self, config: Config, space: SearchSpace | None, settings: Settings) -> None:
-        """Check that the study in the folder has these settings.
+        def enough(study: optuna.Study, _: FrozenTrial) -> None:
+            ended = _ended(study)
+            if len(ended) >= FIRST_FAILURES and all(t.state is TrialState.FAIL for t in ended):
+                raise ConfigError(
+                    f"the first {len(ended)} trials all failed; error of the last one: "
+                    f"{ended[-1].user_attrs.get('error')}"
+                )
+            if len(ended) >= limit:
+                study.stop()
 
-        Raises:
-            ConfigError: It has different ones.
-        """
-        differing = None
-        config = _comparable(_shared(config, self.size, self.settings.portfolio), self.settings)
-        if settings.halving != self.settings.halving:
-            differing = "way of dropping trials"
-        elif self.config.to_dict() != config.to_dict():
-            differing = "config"
-        elif space is not None and space.to_yaml() != self.space.to_yaml():
-            differing = "search space"
-        if differing is not None:
-            raise ConfigError(
-                f"study: the study in {self.path} has a different {differing}; resume that study "
-                f"with `tune --resume {self.path}`, or name another folder"
-            )
-
-    @cached_property
-    def size(self) -> GraphSize:
-        """The size of the graph, from which the keys that a trial leaves null are resolved."""
-        return self.store().size
-
-    def config_of(self, values: Mapping[str, Any]) -> Config:
-        """Return the config of a trial with these values, by dotted key."""
-        return with_values(self.config, values).settled(self.size)
-
-    def store(self) -> TripleStore:
-        """Return the triples that all trials use."""
-        return _store(self.path, self.config)
-
-    def _load(self) -> OptunaStudy:
-        """Return Optuna's study, with successive halving or no pruner."""
         with _quiet():
-            return optuna.create_study(
-                storage=self.storage,
-                study_name="tune",
-                direction="minimize" if self.settings.metric == "mr" else "maximize",
-                pruner=self._pruner(),
+            study = self.load()
+            try:
+                if len(_ended(study)) < limit:
+                    study.optimize(partial(self._objective, own), callbacks=[enough])
+            except BaseException as error:
+                with suppress(Exception):  # what ended the study is what the caller has to see
+                    self.write_results(study)
+                if isinstance(error, KeyboardInterrupt):
+                    raise KeyboardInterrupt(
+                        f"interrupted; resume with `tune --resume {self.path}`."
+                    ) from error
+                raise
+            return self.write_results(study)
+
+    def load(self) -> optuna.Study:
+        """Return Optuna's study; if it is new, its first trials are those that it starts from."""
+        with (self.path / ".lock").open("a") as file:
+            files.lock(file, wait=True)  # two processes would both create the tables
+            storage = RDBStorage(
+                self.storage,
+                engine_kwargs={"connect_args": {"timeout": 60}} if self.is_file else None,
+                heartbeat_interval=HEARTBEAT,
+                grace_period=GRACE,
+                heartbeat_stale_trial_callback=_again,
+            )
+            pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+            if self.halves:
+                pruner = optuna.pruners.SuccessiveHalvingPruner(
+                    min_resource=self.first_rung, reduction_factor=ETA
+                )
+            study = optuna.create_study(
+                storage=storage,
+                study_name=self.given["name"],
+                direction="minimize" if self.metric == "mr" else "maximize",
+                pruner=pruner,
                 load_if_exists=True,
             )
+            if not study.get_trials(deepcopy=False):
+                self._enqueue_first(study)
+        return study
 
-    def _pruner(self) -> optuna.pruners.BasePruner:
-        if self.settings.halving == "none":
-            return optuna.pruners.NopPruner()
-        first = first_rung(self.config)
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
+    @property
+    def first_rung(self) -> int:
+        """The epochs before the first comparison.
 
-    @contextmanager
-    def next_trial(self, limit: int) -> Iterator[tuple[Trial, dict[str, Any]] | None]:
-        """Yield the next trial with its values, or None if there are ``limit`` trials.
-
-        The trial can repeat one whose process was killed. Its lock is held while the block runs, so
-        other processes can see that it is alive.
+        This is a multiple of the validation interval, at most a ninth of all epochs but at least
+        one interval.
         """
-        with ExitStack() as held:
-            with self.locked():
-                self._retry_killed()
-                taken = None
-                if self._count_trials() < limit:
-                    number = len(self.optuna.get_trials(deepcopy=False))
-                    self.optuna.sampler = self._sampler(number)
-                    with _quiet():
-                        trial = self.optuna.ask()
-                        held.enter_context(self._lock_of(trial.number))
-                        values = self._first_values(trial)
-                        taken = trial, values or self.space.of_trial(self.config, trial)
-            yield taken
+        every = self.config.evaluation.every
+        return max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
 
-    def _sampler(self, number: int) -> TPESampler:
-        """Return a sampler seeded by seed and trial number: two processes draw differently."""
-        with _quiet():
-            return TPESampler(
-                n_startup_trials=max(5, min(10, self.settings.trials // 3)),
+    def _enqueue_first(self, study: optuna.Study) -> None:
+        """Enqueue the settings of the race as they are, or the config's own values.
+
+        A value of the config outside the space is left to the sampler.
+        """
+        for name in self.given["first"]:
+            study.enqueue_trial({}, user_attrs={"from": name})
+        own = own_values(self.space, self.config.settled(self.store.size))
+        if own and not self.given["first"]:
+            study.enqueue_trial(own, user_attrs={"from": "the config"})
+
+    def _objective(self, own: dict[str, Any], trial: Trial) -> float:
+        """Train a trial and return its best result on valid; NaN, which Optuna fails, at an error.
+
+        Raises:
+            TrialPruned: The trial is dropped.
+        """
+        name, began = trial.user_attrs.get("from"), time.perf_counter()
+        if name in PORTFOLIO:
+            values = values_of(name)
+        else:
+            # Seeded by trial: with one seed, two processes would draw the same values.
+            trial.study.sampler = optuna.samplers.TPESampler(
+                n_startup_trials=max(5, min(10, self.given["trials"] // 3)),
                 multivariate=True,
                 group=True,
                 constant_liar=True,
-                seed=(self.settings.seed * 1_000_003 + number) % 2**32,
+                seed=(self.config.seed * 1_000_003 + trial.number) % 2**32,
             )
+            values = suggested(self.space, self.config, trial)
+        reported: list[float] = []
 
-    def enqueue_first(self) -> None:
-        """Make the first trials use the settings that the study starts from.
-
-        These are those of the portfolio, as they are, or the study's own config. A value of the
-        config outside the space is left to the sampler.
-        """
-        with self.locked():
-            if self.optuna.get_trials(deepcopy=False):
+        def watch(kind: str, line: dict[str, Any]) -> None:
+            if kind != "valid" or not self.halves:
                 return
-            for name in self.settings.portfolio:
-                self.optuna.enqueue_trial({}, user_attrs={"from": name})
-            own = self.space.of_config(self.config_of({}))
-            if own and not self.settings.portfolio:
-                self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
+            reported.append(value_of(line, self.metric))
+            trial.report(reported[-1], line["epoch"])
+            # After the last rung, little time is left to save.
+            if line["epoch"] <= self.first_rung * ETA ** (RUNGS - 2):
+                is_poor = trial.should_prune()  # for all: the pruner compares with earlier calls
+                if is_poor and name is None:
+                    raise optuna.TrialPruned
 
-    def _first_values(self, trial: Trial | FrozenTrial) -> dict[str, Any]:
-        """Return the values of a trial with settings of the portfolio; otherwise nothing."""
-        name = str(trial.user_attrs.get("from"))
-        return values_of(name) if name in self.settings.portfolio else {}
+        def report(what: str) -> None:
+            shown = ", ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in values.items()
+            )
+            about = {"trial": trial.number, "values": values}
+            say(f"trial {trial.number}: {what}; {shown}", "trial", about)
 
-    def _retry_killed(self) -> None:
-        """End the trials whose process is gone, and enqueue their values again."""
-        # Copy the trials, since Optuna's callback changes them.
-        for trial in self.optuna.get_trials(deepcopy=True, states=(TrialState.RUNNING,)):
-            with suppress(Timeout), self._lock_of(trial.number).acquire(blocking=False):
-                with _quiet():
-                    RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)(self.optuna, trial)
-                words = "the process was killed; the values are tried again"
-                if trial.number not in self._retried():
-                    words = f"the process was killed {RETRIES + 1} times with these values"
-                self.storage.set_trial_user_attr(trial._trial_id, "error", words)
-                self.optuna.tell(trial.number, state=TrialState.FAIL)
-                log.warning("trial %d: %s", trial.number, words)
+        try:
+            value = self._trained(trial.number, replace(self.config_of(values), **own), watch)
+        except optuna.TrialPruned:
+            seconds = time.perf_counter() - began
+            report(f"valid {self.metric} {reported[-1]:.4f}, dropped, {seconds:.1f} s")
+            raise
+        except (TrainingStopped, KeyboardInterrupt, OSError):
+            _again(trial.study, trial.study.get_trials()[trial.number])
+            raise
+        except Exception as error:  # the next trial may still succeed
+            words = (
+                str(error) if isinstance(error, KGEError) else f"{type(error).__name__}: {error}"
+            )
+            trial.set_user_attr("error", words)
+            report(f"failed: {words}")
+            return math.nan
+        report(f"valid {self.metric} {value:.4f}, {time.perf_counter() - began:.1f} s")
+        return value
 
-    def _retried(self) -> set[int]:
-        """Return the numbers of killed trials whose values were enqueued again."""
-        trials = self.optuna.get_trials(deepcopy=False)
-        return {number for trial in trials for number in retries_of(trial)}
-
-    def _count_trials(self) -> int:
-        """Count the ended and running trials, except those that a later trial repeats."""
-        retried = self._retried()
-        return sum(
-            trial.state is not TrialState.WAITING and trial.number not in retried
-            for trial in self.optuna.get_trials(deepcopy=False)
+    def _trained(self, number: int, config: Config, watch: Callback) -> float:
+        """Train a trial in its folder, and return the best result on valid."""
+        folder = RunFolder(self.path / "trials" / f"{number:04d}")
+        saving = {**config.checkpoint.options, "copy_to": None}
+        config = replace(
+            config,
+            data=replace(config.data, path=str(self.store.path)),
+            checkpoint=replace(config.checkpoint, keep=1, every={"epochs": 0}, options=saving),
+            run=replace(
+                config.run,
+                dir=str(folder.path),
+                progress=False,
+                trackers={**config.run.trackers, "tensorboard": False},
+            ),
         )
+        try:  # keys of the space may act in some trials only
+            run = train_run(config, Extras([watch], rank_test=False, is_trial=True))
+        finally:  # nobody reads the checkpoints of a trial
+            shutil.rmtree(folder.checkpoints, ignore_errors=True)
+        return run.load_results()["valid"]["best"]
 
-    def ended(self) -> list[FrozenTrial]:
-        """Return the ended trials in order, without those that a later trial repeats."""
-        retried = self._retried()
-        return [
-            trial
-            for trial in self.optuna.get_trials(deepcopy=False)
-            if trial.state.is_finished() and trial.number not in retried
-        ]
-
-    def best(self) -> FrozenTrial | None:
-        """Return the completed trial with the best metric; None if none is completed."""
-        done = [trial for trial in self.ended() if trial.state is TrialState.COMPLETE]
-        sign = 1 if self.settings.metric == "mr" else -1
-        return min(done, key=lambda trial: sign * (trial.value or 0.0), default=None)
+    def config_of(self, values: Mapping[str, Any]) -> Config:
+        """Return the config of a trial with these values, by dotted key."""
+        return with_values(self.config, values).settled(self.store.size)
 
     def values_of(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's values by dotted key."""
-        by_name = {parameter.name: parameter.key for parameter in self.space.parameters}
-        drawn = {by_name[name]: value for name, value in trial.params.items()}
-        return self._first_values(trial) or drawn
+        name = trial.user_attrs.get("from")
+        if name in PORTFOLIO:
+            return values_of(name)
+        keys = {parameter.name: parameter.key for parameter in self.space}
+        return {keys[name]: value for name, value in trial.params.items()}
 
-    def write_results(self) -> dict[str, Any]:
+    def write_results(self, study: optuna.Study) -> dict[str, Any]:
         """Write trials.json and best.yaml; return the content of trials.json."""
-        with self.locked():  # before it reads the trials, so that no older file replaces a newer
-            best = self.best()
-            results = {
-                "metric": self.settings.metric,
-                "halving": self.settings.halving,
-                "best": None if best is None else self._described(best),
-                "trials": [self._described(trial) for trial in self.ended()],
-            }
-            if best is not None:
-                files.write_text(self.path / "best.yaml", self._best_yaml(best))
-            files.write_json(self.path / "trials.json", results)
+        ended = _ended(study)
+        done = any(trial.state is TrialState.COMPLETE for trial in ended)
+        best = study.best_trial if done else None
+        results = {
+            "metric": self.metric,
+            "halving": "epochs" if self.halves else "none",
+            "best": None if best is None else self._described(best),
+            "trials": [self._described(trial) for trial in ended],
+        }
+        if best is not None:
+            files.write_text(self.path / "best.yaml", self._best_yaml(best))
+        files.write_json(self.path / "trials.json", results)
         return results
 
     def _described(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return the entry of an ended trial in trials.json."""
         values = list(trial.intermediate_values.values())
-        return {
+        described = {
             "number": trial.number,
             "state": trial.state.name.lower(),
             "value": trial.value if trial.state is TrialState.COMPLETE else None,
@@ -298,9 +456,12 @@ class Study:
             "seconds": trial.duration.total_seconds() if trial.duration else None,
             "values": self.values_of(trial),
             "from": trial.user_attrs.get("from"),
-            **({"error": trial.user_attrs["error"]} if "error" in trial.user_attrs else {}),
-            **({"again": retries_of(trial)[-1]} if retries_of(trial) else {}),
         }
+        if trial.state is TrialState.FAIL:
+            described["error"] = trial.user_attrs.get("error", "the process ended twice")
+        if again := trial.system_attrs.get("retry_history"):
+            described["again"] = again[-1]
+        return described
 
     def _best_yaml(self, best: FrozenTrial) -> str:
         # With a value for each key, size has no effect, and train would refuse it.
@@ -309,159 +470,27 @@ class Study:
         if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
             config["data"]["path"] = os.path.abspath(path)
         head = (
-            f"# Trial {best.number} of {self.path.name}: valid {self.settings.metric} "
-            f"{best.value:.4f}.\n# kge-torchrec train {self.path / 'best.yaml'}\n"
+            f"# Trial {best.number} of {self.path.name}: valid {self.metric} {best.value:.4f}.\n"
+            f"# kge-torchrec train {self.path / 'best.yaml'}\n"
         )
         return head + yaml.safe_dump(config, sort_keys=False)
 
-    def folder_of(self, number: int) -> Path:
-        """Return the run folder of a trial."""
-        return self.path / "trials" / f"{number:04d}"
 
-    def locked(self) -> BaseFileLock:
-        """Return the lock of the study, which makes other processes wait."""
-        return _lock(self.path / ".lock")
-
-    def _lock_of(self, number: int) -> BaseFileLock:
-        return _lock(self.path / "trials" / f".{number:04d}.lock")
-
-
-def retries_of(trial: FrozenTrial) -> list[int]:
-    """Return the numbers of the killed trials whose values this trial repeats."""
-    return trial.system_attrs.get("retry_history", [])
-
-
-def first_rung(config: Config) -> int:
-    """Return the epochs before the first comparison.
-
-    This is a multiple of the validation interval, at most a ninth of all epochs but at least one
-    interval.
-    """
-    period = config.evaluation.every
-    return max(1, _first_of(config) // period) * period
-
-
-def _first_of(config: Config) -> int:
-    return max(1, config.train.epochs // ETA ** (RUNGS - 1))
-
-
-def _check(path: Path, config: Config, settings: Settings) -> None:
-    """Check the folder and the settings before anything is written.
-
-    Raises:
-        ConfigError: A setting is invalid, or the folder has other files, such as a run.
-    """
-    own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
-    present = () if (path / "study.json").is_file() else path.glob("[!.]*")
-    if any(file.name not in own for file in present):
-        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
-    if settings.halving not in HALVING:
-        raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {settings.halving!r}")
-    if settings.trials < 1:
-        raise ConfigError(f"trials must be an integer >= 1, got {settings.trials}")
-    if (config.train.epochs or 1) < 1:
-        raise ConfigError("train.epochs must be at least 1 to tune, got 0")
-
-
-def _comparable(config: Config, settings: Settings) -> Config:
-    """Return the config with validations early enough to drop trials."""
-    evaluation = config.evaluation
-    period = evaluation.every or config.train.epochs
-    if settings.halving == "epochs":
-        period = min(period, _first_of(config))
-    run = replace(config.run, dir=None, resume="never")
-    return replace(config, evaluation=replace(evaluation, every=period), run=run)
-
-
-def _make(
-    path: Path, config: Config, space: SearchSpace | None, settings: Settings, store: TripleStore
-) -> None:
-    """Create the study in a folder, and print what the graph and the config have decided."""
-    if space is None:
-        if config.decided_by is None:
-            portfolio = _fitting(config, store.num_entities)
-            settings = replace(settings, portfolio=portfolio)
-            _say(f"first trials: the settings of the race, {', '.join(portfolio)}")
-        space = SearchSpace(default_space(config, store.num_entities))
-    shared = _shared(config, store.size, settings.portfolio)
-    _write(path, _comparable(shared, settings), space, settings)
-
-
-def _fitting(config: Config, num_entities: int) -> list[str]:
-    """Return the settings of the portfolio that score no more entities per query than ``SMALL``."""
-    full = {name: with_values(config, values_of(name)).negatives.is_full for name in PORTFOLIO}
-    return [name for name in PORTFOLIO if num_entities <= SMALL or not full[name]]
-
-
-def _shared(config: Config, graph: GraphSize, portfolio: Sequence[str]) -> Config:
-    """Return the config with values for the null keys that all trials share.
-
-    These depend on the graph. With a portfolio, trials share those of training time and validation
-    only; the others follow from the trial's settings.
-    """
-    settled = config.settled(graph)
-    if not portfolio:
-        return settled
-    return filled(config, {key: attrgetter(key)(settled) for key in KEYS if key.startswith(FIXED)})
-
-
-def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -> None:
-    (path / "trials").mkdir(exist_ok=True)
-    config.save(path / "config.yaml")
-    (path / "space.yaml").write_text(space.to_yaml(), encoding="utf-8")
-    files.write_json(path / "study.json", asdict(settings))  # last, since it marks a study
-
-
-def _store(path: Path, config: Config) -> TripleStore:
-    if (Path(config.data.path) / META).is_file():
-        return TripleStore.open(config.data.path)
-    return open_store(config, path)
-
-
-def _lock(file: Path) -> BaseFileLock:
-    """Return a lock that the system releases when its process ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(file, poll_interval=0.01)
-
-
-class _JournalLock(JournalFileOpenLock):
-    """The lock of Optuna's journal, released when its process ends.
-
-    Optuna's own locks remain for 30 s after their process is killed. A process that is killed
-    while writing leaves an incomplete line, which the next process removes.
-    """
-
-    def __init__(self, journal: str):
-        super().__init__(journal)
-        self._journal, self._lock = Path(journal), _lock(Path(journal).with_suffix(".lock"))
-
-    def acquire(self) -> bool:
-        """Wait for the lock, and remove an incomplete last line."""
-        self._lock.acquire()
-        with self._journal.open("rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - _LONGEST_LINE))
-            file.truncate(end - len(file.read().rpartition(b"\n")[2]))
-        return True
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._lock.release()
+def _ended(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the ended trials in order, without those that a later trial repeats."""
+    trials = study.get_trials(deepcopy=False)
+    repeated = {number for t in trials for number in t.system_attrs.get("retry_history", [])}
+    return [t for t in trials if t.state.is_finished() and t.number not in repeated]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide Optuna's warnings about experimental features and its message per trial."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def now() -> str:
-    """Return the local time in a form for file names."""
-    return time.strftime("%Y%m%d-%H%M%S")
+    """Hide Optuna's message per trial and its warnings about experimental features."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)

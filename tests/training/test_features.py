@@ -33,7 +33,7 @@ from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.start import begin
-from kge_torchrec.tuning.race import entered
+from kge_torchrec.tuning.race import racers
 
 GROUPS, ITEMS, USERS = 4, 40, 24
 COUNT = GROUPS + 1 + ITEMS // 2  # of features, on several ranks
@@ -211,9 +211,8 @@ def test_exports_have_the_summed_vectors(tmp_path):
 
 def test_races_have_all_settings(tmp_path):
     config = Config(data=DataConfig(path=str(the_store())))
-    with processes("cpu") as ranks:
-        racers, *_ = entered(config, TripleStore.open(the_store()), ranks, (False, 1))
-    assert len({racer.config.negatives.regime for racer in racers}) > 1
+    chosen = racers(config, TripleStore.open(the_store()), (False, 1))
+    assert len({racer.negatives.regime for racer in chosen.values()}) > 1
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
 import signal
-from contextlib import contextmanager
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import config_of, largest_difference, parameters, rank
+from training_runs import config_of, largest_difference, parameters, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -32,15 +36,13 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import load_trained
+from kge_torchrec.training.session import load_trained, validation_triples
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 from kge_torchrec.tuning import race
-from kge_torchrec.tuning.race import PORTFOLIO, Racer
-from kge_torchrec.tuning.standings import Standings
+from kge_torchrec.tuning.race import FIELDS, PORTFOLIO, PROJECTED, Race
 
 EPOCHS = 8
-FIELDS = race.FIELDS
 
 
 def open_config(store: Path, folder: Path, **changes) -> Config:
@@ -108,9 +110,9 @@ def test_best_setting_continues(whole):
     for name, values in standings["values"].items():
         names.setdefault(len(values), []).append(name)
     assert sorted(names)[:2] == [1, 2] and list(map(len, names.values())).count(1) == 2
-    result, last = Standings(**standings), max(names)
+    result, last = Race(**standings), max(names)
     assert last == (3 if result.tells_apart(names[last], 2) else 4)
-    assert result.finalists(names[last])[0] == standings["winner"]
+    assert result.finalists(names[last], last - 1)[0] == standings["winner"]
     assert result.staying(PORTFOLIO, 0) == [n for n in PORTFOLIO if n in names[2] + names[last]]
     assert result.staying(result.staying(PORTFOLIO, 0), 1) == names[last]
     assert standings["queries"] == 20  # both sides of ten valid triples: the noise of comparisons
@@ -218,7 +220,8 @@ def test_ranks_race_as_one_process_does(tmp_path, store, whole):
         if "adam" not in name:  # its dropout draws by rank
             both = min(len(values), len(one["values"][name]))
             assert values[:both] == pytest.approx(one["values"][name][:both], abs=2e-3)
-    assert standings["winner"] == Standings(**standings).finalists(list(last))[0]
+    rungs = max(map(len, last.values()))
+    assert standings["winner"] == Race(**standings).finalists(list(last), rungs - 1)[0]
     assert results["train"]["epochs"] == 2 * EPOCHS and results["train"]["world_size"] == 2
 
 
@@ -236,9 +239,9 @@ def test_race_continues_with_the_settings_of_its_start(tmp_path, store, whole):
     started = standings_of(path)
     assert (started["on_cuda"], started["world_size"]) == (False, 1)
     (path / "race.json").write_text(json.dumps(started | {"on_cuda": True, "world_size": 4}))
-    with patch.object(race, "entered", side_effect=race.entered) as entered:
+    with patch.object(race, "racers", side_effect=race.racers) as racers:
         api.resume(path)
-    assert entered.call_args.args[3] == (True, 4)
+    assert racers.call_args.args[2] == (True, 4)
     assert largest_difference(table_of(path), table_of(whole.path)) == 0  # as small a graph
 
 
@@ -264,13 +267,29 @@ def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
     assert not (tmp_path / "all").exists()
 
 
-def test_race_says_its_cost_and_result(tmp_path, store, capsys):
+def test_race_says_what_it_trains_and_which_setting_won(tmp_path, store, capsys):
     api.train(open_config(store, tmp_path / "run", run__progress=True))
     err = capsys.readouterr().err
     standings = standings_of(tmp_path / "run")
-    assert f"at most {standings['share']:.0%} of a training's time, and as much again" in err
-    assert "default: rules skips it" in err
-    assert f"race of defaults: {standings['winner']} continues (valid mrr" in err
+    first = next(line for line in err.splitlines() if "race of defaults" in line)
+    assert "4 settings train for a short time and the best one continues" in first
+    assert "% of a training's time" in first and "--default rules skips it" in first
+    for name, epochs in standings["epochs"].items():
+        scorer = "rote" if name == "rote" else "complex"
+        assert f"{name} ({scorer}) {', '.join(map(str, epochs))}" in first
+    assert f"race of defaults: {standings['winner']} (" in err
+    assert "wins and continues (valid mrr" in err
+
+
+def test_race_of_another_version_is_refused_in_a_sentence(tmp_path, store, capsys):
+    """A field too many or too few, and a file that is no JSON."""
+    killed = patch.object(Trainer, "train_step", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        api.train(open_config(store, tmp_path / "run"))
+    for text in ('{"metric": "mrr", "share": 0.5}', '{"on_cuda": false}', "{"):
+        (tmp_path / "run" / "race.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"race\.json is not of this version .* delete it"):
+            api.resume(tmp_path / "run")
 
 
 @pytest.mark.parametrize("why", ["valid has no triples", "a race takes too long"])
@@ -355,44 +374,40 @@ def test_portfolio_sets_only_what_a_race_decides():
 # the time of a race
 
 
+@patch.object(race, "FIELDS", FIELDS)
 @given(
     works=st.lists(st.floats(0.3, 40), min_size=2, max_size=4),
     epochs=st.integers(5, 100),
-    limit=st.floats(0.05, 1.0),
+    size=st.sampled_from(sorted(FIELDS)),
 )
-def test_losers_take_no_more_than_the_limit(works, epochs, limit):
+def test_losers_take_no_more_than_the_limit(works, epochs, size):
     """However the race goes, if every racer trains at least one epoch within its first rung."""
-    with short(epochs):
-        config = Config().settled(GraphSize(50, 3, 1000, 10))
-    racers = [Racer(str(n), config, work) for n, work in enumerate(works)]
-    rungs = [works[0] * epochs * rung for rung in race._rungs(len(racers), limit)]
-    racers = [racer.on_rungs(rungs) for racer in racers]
-    for racer in racers:
-        assert list(racer.epochs) == sorted(racer.epochs) and racer.epochs[-1] <= epochs
-    if all(racer.work <= rungs[0] for racer in racers):
-        assert race._most_lost(racers) <= limit * works[0] * epochs * (1 + 1e-9)
-
-
-def test_race_stays_within_the_share_of_its_size(tmp_path, store):
-    """Also with a setting whose epochs are expensive; then fewer race."""
-    size = "large"
-    config = open_config(store, tmp_path / "run", size=size)
+    racers, rungs, share = race.entered(dict(zip(PORTFOLIO, works, strict=False)), epochs, size)
     most, limit = FIELDS[size]
-    with short(60, FIELDS), processes("cpu") as ranks:
-        opened = TripleStore.open(store)
-        racers, rungs, share = race.entered(config, opened, ranks, (False, 1))
-        assert len(racers) == most and len(rungs) == (2 if size == race.ONCE else 4)
-        assert 0.8 * limit < share <= limit
-        assert all(later == 2 * rung for rung, later in pairwise(rungs[-3:]))
-        work_of = race.work_of
+    assert share <= limit and len(racers) <= most
+    if not racers:
+        return
+    assert [*racers] == [*PORTFOLIO[: len(racers)]]
+    assert all(later == 2 * rung for rung, later in pairwise(rungs))
+    for reached in racers.values():
+        assert len(reached) == len(rungs) and reached == sorted(reached)
+        assert reached[0] >= 1 and reached[-1] <= 2 * epochs
 
-        def expensive(config, *args):
-            return work_of(config, *args) * (1000 if config.model.scorer == "rote" else 1)
 
-        with patch.object(race, "work_of", expensive):
-            assert [racer.name for racer in race.entered(config, opened, ranks, (False, 1))[0]] == [
-                PORTFOLIO[0]
-            ]
+@patch.object(race, "FIELDS", FIELDS)
+@pytest.mark.parametrize("size", FIELDS)
+def test_race_uses_the_share_of_its_size(tmp_path, store, size):
+    """Fewer race with a setting whose epochs are expensive."""
+    config = open_config(store, tmp_path / "run", size=size)
+    opened = TripleStore.open(store)
+    with processes("cpu") as ranks:
+        configs = race.racers(config, opened, (False, 1))
+        works = {name: race.work_of(each, opened, ranks) for name, each in configs.items()}
+    most, limit = FIELDS[size]
+    racers, rungs, share = race.entered(works, 60, size)
+    assert len(racers) == most and len(rungs) == (2 if size == race.ONCE else 4)
+    assert 0.8 * limit < share <= limit
+    assert race.entered(works | {"rote": 1000 * works["rote"]}, 60, size)[0] == {}
 
 
 def test_work_counts_scores_and_steps(store):
@@ -401,7 +416,7 @@ def test_work_counts_scores_and_steps(store):
     def work(**changes):
         config = config_of(store, **changes).settled(opened.size)
         with processes("cpu") as ranks:
-            return race.work_of(config, opened, ranks) - race._STEP * steps
+            return race.work_of(config, opened, ranks) - race.STEP_WORK * steps
 
     steps = 5  # 130 triples in batches of 32
     assert work() == 130 * 2 * 6 * 8
@@ -410,3 +425,184 @@ def test_work_counts_scores_and_steps(store):
     queries = len({(h, r) for h, r, _ in opened.train}) + len({(r, t) for _, r, t in opened.train})
     steps = -(-queries // 32)
     assert work(negatives__regime="kvsall", negatives__count=None) == queries * 37 * 8
+
+
+# what the results so far let continue
+
+
+@patch.object(race, "FIELDS", FIELDS)
+@given(st.data())
+def test_race_follows_its_rules(data):
+    """Random results against the rules in plain words; a race that was killed takes them up."""
+    metric = data.draw(st.sampled_from(["mrr", "mr"]))
+    queries = 0 if metric == "mr" else data.draw(st.sampled_from([0, 50, 2000]))
+    value = st.one_of(st.none(), st.sampled_from([0.3, 0.31]), st.floats(0.01, 0.99))
+    works = [data.draw(st.floats(0.5, 4)) for _ in PORTFOLIO]
+    size = data.draw(st.sampled_from(sorted(FIELDS)))
+    epochs, rungs, _ = race.entered(dict(zip(PORTFOLIO, works, strict=True)), 50, size)
+    if not epochs:
+        return
+    results = {name: [data.draw(value) for _ in rungs] for name in epochs}
+    for values in results.values():  # what diverged stays so
+        if None in values:
+            values[values.index(None) :] = [None] * (len(values) - values.index(None))
+
+    def run(state: Race, until: int) -> tuple[str | None, list[str]]:
+        """The winner, or None if all diverged, after at most ``until`` trainings."""
+        trained: list[str] = []
+
+        def train(name, *_):
+            if len(trained) == until:
+                raise TrainingStopped("killed")
+            trained.append(name)
+            return results[name][len(state.values[name])]
+
+        config = replace(Config(), size=size)
+        configs = dict.fromkeys(epochs, config)
+        with patch.object(race, "_trained", train), processes("cpu") as ranks:
+            folder = RunFolder(Path(os.devnull))
+            with patch.object(Race, "save", lambda *_: None):
+                try:
+                    return race._winner(state, configs, config, folder, None, ranks), trained
+                except NonFiniteLoss:
+                    return None, trained
+
+    expected, trained = by_the_rules(results, rungs, metric, queries, size)
+    state = Race(metric, epochs, rungs, queries)
+    assert run(state, 10**6)[0] == expected
+    assert {name: len(values) for name, values in state.values.items()} == trained
+    again = Race(metric, epochs, rungs, queries)
+    with suppress(TrainingStopped):
+        run(again, data.draw(st.integers(0, 6)))
+    assert run(again, 10**6)[0] == expected and again.values == state.values
+
+
+def by_the_rules(
+    results: dict, rungs: list[float], metric: str, queries: int, size: str
+) -> tuple[str | None, dict[str, int]]:
+    """The winner, and how often each setting trains: what the module says, written plainly."""
+    sign = -1 if metric == "mr" else 1
+
+    def at_the_end(name: str, rung: int) -> float:
+        now, before = results[name][rung], results[name][rung - 1] if rung else None
+        if now is None:
+            return -math.inf
+        gain = max(0, now - before) if rung and metric != "mr" else 0
+        return sign * now + PROJECTED * math.log2(2 / rungs[rung]) * gain
+
+    def noise(share: float) -> float:
+        return math.sqrt(share * (1 - share) / queries) if queries else 0
+
+    left, trained = list(results), dict.fromkeys(results, 0)
+    for rung in range(len(rungs)):
+        trained |= dict.fromkeys(left, rung + 1)
+        if len(left) > 2:  # the later one of equal ones stops
+            left.remove(min(reversed([name for name in left if name != "rote"]),
+                            key=lambda name: at_the_end(name, rung)))  # fmt: skip
+            continue
+        if rung == len(rungs) - 2 and size != "small":
+            one, two = (results[name][rung] for name in left)
+            ends = [at_the_end(name, rung) for name in left]
+            if None in (one, two) or (
+                min(abs(one - two), abs(ends[0] - ends[1])) >= noise(max(one, two))
+            ):
+                break
+    ends = [at_the_end(name, rung) for name in left]
+    if max(ends) == -math.inf:
+        return None, trained
+    best = left[ends.index(max(ends))]
+    if min(ends) > -math.inf and abs(ends[0] - ends[1]) < noise(results[best][rung]):
+        best = next(name for name in left if name != "rote")
+    return best, trained
+
+
+@pytest.mark.parametrize(
+    "values, stops",
+    [
+        ([0.3, 0.1, 0.2, 0.25], "softmax_weak_n3"),  # rote rises slowly
+        ([0.1, 0.2, 0.4, 0.3], "softmax_n3"),
+        ([0.2, 0.3, 0.2, 0.2], "kvsall_adam"),  # the last one of equal ones
+        ([0.1, None, 0.2, 0.3], "softmax_n3"),
+        ([0.1, 0.2, None, None], "kvsall_adam"),
+    ],
+)
+def test_worst_setting_stops_unless_it_rises_slowly(values, stops):
+    values = {name: [value] for name, value in zip(PORTFOLIO, values, strict=True)}
+    state = Race("mrr", {}, [0.1, 0.2, 0.4], values=values)
+    stay = [name for name in PORTFOLIO if name != stops]
+    assert state.staying(PORTFOLIO, 0) == stay
+    for name in stay:  # a resumed race knows what came later
+        state.values[name] += [None]
+    assert state.staying(PORTFOLIO, 0) == stay
+
+
+def test_slow_setting_that_still_rises_beats_a_fast_one():
+    """A share of its last gain for each of the four doublings from an eighth to two trainings."""
+    values = {"fast": [0.30, 0.31], "slow": [0.20, 0.29], "falls": [0.32, 0.31]}
+    state = Race("mrr", {}, [0.0625, 0.125], values=values)
+    assert state.projected("slow", 1) == pytest.approx(0.29 + PROJECTED * 4 * 0.09)
+    assert state.projected("falls", 1) == 0.31
+    assert state.order(["fast", "slow", "falls"], 1) == ["slow", "fast", "falls"]
+    state.metric = "mr"
+    assert state.projected("slow", 1) == 0.29
+
+
+def test_last_two_that_valid_cannot_tell_apart_keep_the_order_of_the_portfolio():
+    """Ahead by a standard error, which fewer queries make larger, the later one continues."""
+    values = {"first": [0.50, 0.50], "later": [0.50, 0.51], "worse": [0.47, 0.47]}
+    state = Race("mrr", {}, [1.0, 2.0], values=values)  # no time is left
+    assert state.finalists(["first", "later"], 1) == ["later", "first"]
+    state.queries = 2600  # 0.0098
+    assert state.finalists(["first", "later"], 1) == ["later", "first"]
+    state.queries = 2400  # 0.0102
+    assert state.finalists(["first", "later"], 1) == ["first", "later"]
+    assert state.finalists(["worse", "later"], 1) == ["later", "worse"]
+    assert state.finalists(["first", "worse"], 1) == ["first", "worse"]
+    values["later"][-1] = None
+    assert state.finalists(["later", "first"], 1) == ["first", "later"]
+
+
+def test_projections_within_a_standard_error_are_compared_again():
+    """The results differ by .0084, the projections by .0042; a standard error is .0081."""
+    values = {"rote": [0.3568, 0.3693, 0.3845], "softmax_weak_n3": [0.3805, 0.3888, 0.3929]}
+    state = Race("mrr", {}, [0.086, 0.171, 0.343], values=values, queries=3654)
+    assert not state.tells_apart(list(values), 2)
+    assert state.finalists(list(values), 2) == ["softmax_weak_n3", "rote"]
+    state.queries = 4 * 3654
+    assert state.tells_apart(list(values), 2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "queries"),
+    [("mrr", 0, 20), ("hits@10", 5, 10), ("mr", 0, 0), ("coverage@5", 0, 0)],
+)
+def test_noise_follows_from_the_triples_of_a_validation(tmp_path, metric, limit, queries):
+    opened = tiny_store(tmp_path / "store")
+    assert len(opened.valid) == 10
+    assert race._queries(validated_by(metric, limit), opened) == queries
+
+
+@pytest.mark.parametrize("limit", [0, 9])
+def test_noise_of_recommendations_follows_from_the_users(tmp_path, limit):
+    opened = tiny_store(tmp_path / "store", entities=20, relations=1, train=160, held_out=40)
+    triples = validation_triples(validated_by("recall@5", limit), opened)
+    users = len({(head, relation) for head, relation, _ in triples.tolist()})
+    assert users < len(triples)
+    for metric in ("recall@5", "ndcg@5", "auc"):
+        assert race._queries(validated_by(metric, limit), opened) == users
+
+
+def validated_by(metric: str, limit: int) -> Config:
+    config = Config()
+    evaluation = replace(config.evaluation, metric=metric, max_triples=limit)
+    return replace(config, evaluation=evaluation)
+
+
+def test_a_race_needs_no_optuna(monkeypatch):
+    """Which only ``tune`` installs."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for name in [name for name in sys.modules if name.startswith("kge_torchrec.tuning.")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("kge_torchrec.tuning.race")
+    with pytest.raises(ConfigError, match=r"tune needs Optuna: pip install 'kge-torchrec\[tune\]'"):
+        importlib.import_module("kge_torchrec.tuning.study")
