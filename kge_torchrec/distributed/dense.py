@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from kge_torchrec.config import ConfigError, DenseConfig
 from kge_torchrec.distributed.processes import Processes, Rows, rows_by_rank, world_size
@@ -81,7 +82,7 @@ class DenseWrapper:
         """Turn sums over this rank's parts into sums over whole parameters.  Collective."""
         return sums
 
-    def state(self, optimizer: NamedOptimizer) -> list[Rows]:
+    def state(self, optimizer: Optimizer) -> list[Rows]:
         """Return this rank's rows of the parameters and of their optimizer's state."""
         start_optimizer_state(optimizer)
         own = self.objective.state_dict(prefix="objective.")
@@ -284,7 +285,7 @@ class FrozenDense:
         frozen: (rows,) bool by name of the objective's parameter, which rows are frozen.
     """
 
-    def __init__(self, wrapper: DenseWrapper, optimizer: NamedOptimizer, frozen: dict[str, Tensor]):
+    def __init__(self, wrapper: DenseWrapper, optimizer: Optimizer, frozen: dict[str, Tensor]):
         start_optimizer_state(optimizer)
         self._state = optimizer.state
         named = dict(wrapper.objective.named_parameters())
@@ -294,7 +295,7 @@ class FrozenDense:
             device = local_part(named[name]).device
             self._rows[named[name]] = rows[own.start : own.stop].to(device)
         self._kept = [part[rows].clone() for part, rows in self._parts()]
-        optimizer._optimizer.register_step_post_hook(lambda *_: self._put_back())
+        optimizer.register_step_post_hook(lambda *_: self._put_back())
 
     def drop_gradients(self) -> None:
         """Set the gradients of frozen rows to zero, so that they do not count when clipping."""
@@ -321,31 +322,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class NamedOptimizer(Protocol):
-    """An optimizer of either backend: TorchRec's KeyedOptimizer or the hand-rolled one."""
-
-    param_groups: Any
-    state: Any
-    _optimizer: Any  # a torch.optim.Optimizer
-
-    def init_state(self) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = ...) -> None: ...
-
-
 @torch.no_grad()
-def start_optimizer_state(optimizer: NamedOptimizer) -> None:
+def start_optimizer_state(optimizer: Optimizer) -> None:
     """Create the initial state of a dense optimizer, unless the state exists.
 
-    A checkpoint can only be loaded into state that exists.  ``init_state`` creates it by a step
-    with zero gradients, which counts as a step and applies weight decay.  This function undoes
-    both.
+    A checkpoint can only be loaded into state that exists.  A step with zero gradients creates it;
+    it also counts and applies weight decay, which this function undoes.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if all(optimizer.state.get(p) for p in parameters):
         return
     before = [p.clone() for p in parameters]
-    optimizer.init_state()
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
     optimizer.zero_grad()
     for parameter, values in zip(parameters, before, strict=True):
         parameter.copy_(values)

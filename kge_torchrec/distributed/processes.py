@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import re
-import select
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -204,6 +204,11 @@ def _sendable(error: Exception | None) -> Exception | None:
         return raised_alike(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
+# The group that ``processes`` made: its users, and "process PID on HOST" of each rank, if known.
+_users, _made_here, _places = 0, False, list[str]()
+_groups = 0  # so far, the same number on every rank
+
+
 @contextmanager
 def processes(device: str = "auto", timeout: float = Config.timeout) -> Iterator[Processes]:
     """Join the process group that torchrun describes, or make a group of one without torchrun.
@@ -219,15 +224,24 @@ def processes(device: str = "auto", timeout: float = Config.timeout) -> Iterator
         ConfigError: The device is "cuda" and there is no CUDA device, or this rank has no GPU.
         RankLost: A rank goes missing inside the context.
     """
+    global _users, _made_here, _groups
     where = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
     try:
-        _shared.enter(where, timeout)
+        if not dist.is_initialized():
+            _start(where, timeout)
+            _made_here = True
+            _groups += 1
+        _users += 1
         try:
             world = dist.get_world_size()
             local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             yield Processes(dist.get_rank(), world, local, where, timeout)
         finally:
-            _shared.leave()
+            _users -= 1
+            if _users == 0 and _made_here:
+                _made_here = False
+                if dist.is_initialized():
+                    dist.destroy_process_group()
     except RuntimeError as error:
         if is_lost_connection(error):
             raise RankLost(_explained(error, timeout)) from error
@@ -257,7 +271,7 @@ def _explained(error: BaseException, timeout: float | None) -> str:
         error: The error of the collective.
         timeout: Seconds that this rank has waited; None if a longer timeout would not help.
     """
-    names = _shared.ended_ranks()
+    names = _ended_ranks()
     timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
     resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
     if timed_out and timeout is not None:
@@ -272,46 +286,20 @@ def _explained(error: BaseException, timeout: float | None) -> str:
     )
 
 
-class _SharedGroup:
-    """The process group that ``processes`` made, with a count of its users."""
-
-    def __init__(self) -> None:
-        self._users, self._made_here = 0, False
-        self._started = 0  # number of groups so far, the same on every rank
-        self._places: list[str] = []  # "process PID on HOST" of each rank, if known
-
-    def enter(self, device: torch.device, timeout: float) -> None:
-        if not dist.is_initialized():
-            self._places.clear()
-            _start(device, self._started, timeout, self._places)
-            self._made_here = True
-            self._started += 1
-        self._users += 1
-
-    def leave(self) -> None:
-        self._users -= 1
-        if self._users == 0 and self._made_here:
-            self._made_here = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    def ended_ranks(self) -> list[str]:
-        """Return the ranks of this host that have ended, as "rank R, process PID on HOST"."""
-        here = f" on {socket.gethostname()}"
-        local = {
-            f"rank {rank}, {place}": int(place.split()[1])
-            for rank, place in enumerate(self._places)
-            if place.endswith(here) and place != _place()
-        }
-        deadline = time.monotonic() + 0.5  # an ending process closes its connections first
-        while True:
-            ended = [name for name, process in local.items() if _has_ended(process)]
-            if ended or not local or time.monotonic() > deadline:
-                return ended
-            time.sleep(0.02)
-
-
-_shared = _SharedGroup()
+def _ended_ranks() -> list[str]:
+    """Return the ranks of this host that have ended, as "rank R, process PID on HOST"."""
+    here = f" on {socket.gethostname()}"
+    local = {
+        f"rank {rank}, {place}": int(place.split()[1])
+        for rank, place in enumerate(_places)
+        if place.endswith(here) and place != _place()
+    }
+    deadline = time.monotonic() + 0.5  # an ending process closes its connections first
+    while True:
+        ended = [name for name, process in local.items() if _has_ended(process)]
+        if ended or not local or time.monotonic() > deadline:
+            return ended
+        time.sleep(0.02)
 
 
 def _place() -> str:
@@ -319,22 +307,11 @@ def _place() -> str:
 
 
 def _has_ended(process: int) -> bool:
-    if not hasattr(os, "pidfd_open"):  # not Linux; a zombie process counts as alive then
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        return False
     try:
-        file = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    try:
-        return bool(select.select([file], [], [], 0)[0])
-    finally:
-        os.close(file)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path("/proc/self").exists()  # not on other systems than Linux
+    return state in ("Z", "X")
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -353,14 +330,15 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _start(device: torch.device, number: int, timeout: float, places: list[str]) -> None:
-    """Make the group of all ranks and fill in ``places``.
+def _start(device: torch.device, timeout: float) -> None:
+    """Make the group of all ranks.
 
     Raises:
         RankLost: A rank does not start or goes missing.
     """
     # CUDA runs also need gloo, for checkpoints and small objects on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    _places.clear()
     _check_interfaces()
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         own = dist.HashStore()  # in memory: needs no port, host name or file
@@ -369,9 +347,13 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
     limit = timedelta(seconds=timeout)
     with _waiting_is_said():
         shared, rank, world = _store(limit)
-        # The store outlives groups: without a prefix, a group would find addresses of an older one.
-        store = dist.PrefixStore(f"{_attempt()}-group-{number}", shared)
-        places += _check_in(store, rank, world, timeout)
+        # The store outlives groups, and attempts of torchrun (pytorch issue 135712): without a
+        # prefix, a group would find the addresses of an older one, or of killed processes.  Each
+        # host counts its own restarts, so the count is not used with several hosts.
+        on_one_host = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if on_one_host else 0
+        store = dist.PrefixStore(f"attempt-{attempt}-group-{_groups}", shared)
+        _places.extend(_check_in(store, rank, world, timeout))
     connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))
     store.set_timeout(connecting)
     try:
@@ -462,14 +444,3 @@ def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return [place.decode() for place in store.multi_get(keys)]
-
-
-def _attempt() -> str:
-    """Return a store prefix that separates the attempts of torchrun.
-
-    torchrun keeps its store over restarts (pytorch issue 135712), so a restarted rank could find
-    the addresses of killed processes.  The restart count tells attempts apart on one host.  Each
-    host counts its own restarts, so the count is not used with several hosts.
-    """
-    on_one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if on_one_host else 0}"

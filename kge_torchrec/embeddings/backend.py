@@ -18,8 +18,10 @@ from kge_torchrec.embeddings.entity_shard import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import fill_rows
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from kge_torchrec.data.batches import SampledBatch
-    from kge_torchrec.distributed.dense import DenseWrapper, NamedOptimizer
+    from kge_torchrec.distributed.dense import DenseWrapper
     from kge_torchrec.embeddings.row_gradients import RowGradients
     from kge_torchrec.embeddings.shard import TableShard
     from kge_torchrec.models.model import KGEModel
@@ -53,7 +55,7 @@ class EmbeddingBackend:
     table: TableShard
     pending: TableShard | None
     dense: DenseWrapper
-    dense_optimizer: NamedOptimizer
+    dense_optimizer: Optimizer
     optimizer: Any
     layout: str
     gains_by_pipeline = False

@@ -69,8 +69,7 @@ class HandrolledBackend(EmbeddingBackend):
         self.unwrapped_model = KGEModel(self.lookup, objective, config.train.precision == "fp16")
         self.scorer = objective.scorer
         self.model = self.dense.wrap(self.unwrapped_model)
-        parameters = dict(self.unwrapped_model.named_parameters())
-        self.dense_optimizer = _NamedOptimizer(parameters, dense_optimizer)
+        self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.parameters()))
         self.optimizer = _StepBoth(self.table, self.dense_optimizer)
         self.keep_rates()
         self.layout = f"{_describe(self.table, ranges)}\n{self.dense.describe()}"
@@ -80,30 +79,10 @@ class HandrolledBackend(EmbeddingBackend):
         return replace(batch, ids=self.lookup.route(batch))
 
 
-class _NamedOptimizer:
-    """An optimizer with state by parameter name, like TorchRec's KeyedOptimizer.
-
-    It makes the checkpoints of both backends the same without loading TorchRec.
-    """
-
-    def __init__(self, parameters: dict[str, nn.Parameter], build: DenseOptimizer):
-        self._parameters = parameters
-        self._optimizer = build(list(parameters.values()))
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
-        self.zero_grad, self.step = self._optimizer.zero_grad, self._optimizer.step
-
-    def init_state(self) -> None:
-        """Create the state by a step with zero gradients."""
-        for parameter in self._parameters.values():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        self.step()
-
-
 class _StepBoth:
     """Steps the dense parameters, then the table, whose step may run in a thread."""
 
-    def __init__(self, table: TableShard, dense: _NamedOptimizer):
+    def __init__(self, table: TableShard, dense: torch.optim.Optimizer):
         self._table, self._dense = table, dense
         self.param_groups = [*table.groups, *dense.param_groups]
 

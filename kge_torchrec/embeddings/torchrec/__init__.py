@@ -123,8 +123,9 @@ class TorchRecBackend(EmbeddingBackend):
             for name, parameter in self.model.named_parameters()
             if name.startswith("objective.")
         }
-        self.dense_optimizer = KeyedOptimizerWrapper(parameters, dense_optimizer)
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self.dense_optimizer])
+        self.dense_optimizer = dense_optimizer(list(parameters.values()))
+        keyed = KeyedOptimizerWrapper(parameters, lambda _: self.dense_optimizer)
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, keyed])
         self.keep_rates()
 
     def skip_step(self) -> None:

@@ -214,66 +214,41 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
         Bytes of "weights" and "optimizer state", and of "average", "cache" or "gradients" if there
         are any.
     """
-    parts = _without_average(rows, columns, form, is_cuda)
-    if form.averages:
-        weights = parts["weights"]
-        parts["average"] = Bytes(form.averages * weights.device, form.averages * weights.main)
-    return parts
-
-
-def _without_average(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
     values = 4 * rows * columns
+    averages = form.averages * values
     if form.kernel == DENSE:
-        return _dense_table(rows * columns, form, is_cuda)
+        state = values * dense_state_numbers(form.optimizer)
+        sizes = {"weights": values, "optimizer state": state, "gradients": values}
+        if averages:
+            sizes["average"] = averages
+        return {
+            part: Bytes(device=size) if is_cuda else Bytes(main=size)
+            for part, size in sizes.items()
+        }
     state = rows * form.row_state_bytes(columns)
-    if not is_cuda:
-        return {"weights": Bytes(main=values), "optimizer state": Bytes(main=state)}
-    parts = {"weights": _in(form.kernel == FUSED, values)}
-    _, row = optimizer_class(form.optimizer).state_numbers()
-    if form.state_in_main:
+    state_of_rows = rows * optimizer_class(form.optimizer).state_numbers()[1] * form.state_bytes
+    cached = is_cuda and form.kernel == UVM_CACHING
+    on_device = is_cuda and not cached
+    parts = {"weights": Bytes(device=values) if on_device else Bytes(main=values)}
+    if not is_cuda or form.state_in_main:
         parts["optimizer state"] = Bytes(main=state)
-    elif form.kernel == FUSED:
-        parts["optimizer state"] = Bytes(device=state)
+    elif cached:
+        parts["optimizer state"] = Bytes(device=state_of_rows, main=state - state_of_rows)
     else:
-        by_row = rows * row * form.state_bytes
-        parts["optimizer state"] = Bytes(device=by_row, main=state - by_row)
-    if form.kernel == UVM_CACHING:
-        parts["cache"] = Bytes(device=_cache(rows, columns, form))
+        parts["optimizer state"] = Bytes(device=state)
+    if cached:
+        # Each slot has a row of values, an int64 id and an int64 usage counter.  Each row of the
+        # table has an int32 cache position.
+        sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS)) if rows else 0
+        parts["cache"] = Bytes(device=sets * _CACHE_WAYS * (4 * columns + 16) + 4 * rows)
+    if averages:
+        parts["average"] = Bytes(device=averages) if on_device else Bytes(main=averages)
     return parts
-
-
-def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """Return the bytes of a data-parallel replica, with a gradient of the table's size.
-
-    It uses the dense optimizer, which has no row-wise state.
-    """
-    return {
-        "weights": _in(is_cuda, 4 * numbers),
-        "optimizer state": _in(is_cuda, numbers * 4 * dense_state_numbers(form.optimizer)),
-        "gradients": _in(is_cuda, 4 * numbers),
-    }
 
 
 def dense_state_numbers(optimizer: str) -> int:
     """Return the state elements per element of a dense parameter (no row-wise state)."""
     return len(optimizer_class(optimizer).states)
-
-
-def _cache(rows: int, columns: int, form: TableForm) -> int:
-    """Return the bytes of a UVM cache.
-
-    Each slot has a row of values, an int64 id and an int64 usage counter.  Each row of the table
-    has an int32 cache position.
-    """
-    if not rows:
-        return 0
-    sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS))
-    slots = sets * _CACHE_WAYS
-    return slots * (4 * columns + 16) + 4 * rows
-
-
-def _in(on_device: bool, size: int) -> Bytes:
-    return Bytes(device=size) if on_device else Bytes(main=size)
 
 
 def describe_plan(plan: ShardingPlan, tables: Sequence[EntityTable], dim: int) -> str:
