@@ -7,11 +7,7 @@ kernels of ``pair_scores`` compute distances. On CUDA training uses ``fused_dist
 ``triton_pairs``. In ranking, the result for a pair does not depend on
 its position, so that ties stay ties.
 
-HousE projects rows before their distance is measured. A Householder projection maps each block x of
-a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
-
-Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or B
-blocks of k elements; P projections.
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row.
 """
 
 from __future__ import annotations
@@ -412,55 +408,3 @@ def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_products}
-
-
-def in_blocks(rows: Tensor, block: int) -> Tensor:
-    """Put blocks side by side, where sums over k are fast: (..., B k) -> (..., k, B)."""
-    return rows.unflatten(-1, (-1, block)).mT
-
-
-def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
-    """Apply projections x - s u <u, x> to rows (..., k, B), the last one first.
-
-    Args:
-        rows: (..., k, B).
-        vectors: (..., P, k, B), u, of length 1 per block.
-        scales: (..., P, 1, B), s.
-    """
-    if not vectors.shape[-3]:  # torch.export does not load a program with an unbind of nothing
-        return rows
-    for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
-        rows = removed(rows, vector, scale)
-    return rows
-
-
-def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
-    """Return x - scale u <u, x> for each block: (..., k, B); a tensor of scales is (..., 1, B)."""
-    return rows - scale * (rows * vector).sum(-2, keepdim=True) * vector
-
-
-@dataclass(frozen=True)
-class MinusProjected(Comparison):
-    """Minus the sum over blocks of the distance between a point and a projected row.
-
-    The query is (point (..., k, B), vectors, scales), the last two as ``projected`` takes them.
-
-    Attributes:
-        block: k.
-    """
-
-    block: int
-    reads_in_place = False
-
-    def pairs(self, query: Any, rows: Tensor) -> Tensor:
-        point, vectors, scales = query
-        return self._score(point, vectors, scales, in_blocks(rows, self.block))
-
-    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        rows = rows if index is None else pick(rows, index)
-        width = rows.shape[-1] * (1 + query[1].shape[-3])
-        return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
-
-    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        squares = (point - projected(rows, vectors, scales)).square().sum(-2)
-        return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0

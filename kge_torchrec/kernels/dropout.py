@@ -16,17 +16,11 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import helper
-from kge_torchrec.kernels.library import operator
+from kge_torchrec.kernels.library import arrays, operator
 from kge_torchrec.kernels.parallel import block_kernel
 
 _CHUNK = 1 << 14  # elements
 _U = np.uint32
-
-
-def draw_arguments(share: float, key: int) -> tuple[Any, ...]:
-    """Return the threshold of a draw, the factor of kept elements and the halves of the key."""
-    threshold = _U(min(round(share * 2**32), 2**32 - 1))
-    return threshold, np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32)
 
 
 def _dropped(values: Tensor, share: float, key: int) -> Tensor:
@@ -39,8 +33,9 @@ def _dropped(values: Tensor, share: float, key: int) -> Tensor:
     """
     values = values.detach().contiguous()
     out = torch.empty_like(values)
-    flat = values.view(-1).numpy(), out.view(-1).numpy()
-    _drop(values.numel(), values.numel(), *flat, *draw_arguments(share, key))
+    threshold, scale = _U(min(round(share * 2**32), 2**32 - 1)), np.float32(1 / (1 - share))
+    args = *arrays(values.view(-1), out.view(-1)), threshold, scale
+    _drop(values.numel(), values.numel(), *args, _U(key & 0xFFFFFFFF), _U(key >> 32))
     return out
 
 

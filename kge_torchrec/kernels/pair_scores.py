@@ -25,7 +25,7 @@ elements per map, D or 0 without maps.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 from kge_torchrec.kernels.ids import by_row, check_within
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper
 from kge_torchrec.kernels.library import EPSILON, Compared, Mapped, arrays, operator
-from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
+from kge_torchrec.kernels.parallel import BlockKernel, block_kernel
 
 _EPSILON, _ZERO, _ONE = np.float32(EPSILON), np.float32(0), np.float32(1)
 QUERIES = ROWS = 16  # per block of a thread: the rows of 16 queries stay in the nearest cache
@@ -73,7 +73,7 @@ def pair_scores(
 def _score(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: str) -> Tensor:
     check_within("candidates", index, len(rows))
     scores = query.new_empty(*query.shape[:2], index.shape[1])
-    _over_queries(_kernels(kind).score, query, maps, rows, index, scores)
+    _over_queries(_scores_of(kind), query, maps, rows, index, scores)
     return scores
 
 
@@ -81,7 +81,7 @@ def _query_gradients(
     query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(maps)
-    _over_queries(_kernels(kind).of_queries, query, maps, rows, index, weights, *grads)
+    _over_queries(_gradients_of_queries(kind), query, maps, rows, index, weights, *grads)
     return grads
 
 
@@ -97,7 +97,7 @@ def _row_gradients(
     grad = torch.empty_like(rows)
     places = by_row(index.reshape(-1).numpy(), len(rows))
     args = *arrays(query, maps, rows), index.shape[1], *places, *arrays(weights, grad)
-    _kernels(kind).of_rows(len(rows), weights.numel() * query.shape[2], *args)
+    _gradients_of_rows(kind)(len(rows), weights.numel() * query.shape[2], *args)
     return grad
 
 
@@ -159,16 +159,11 @@ def _four_rows(rows: np.ndarray, index: np.ndarray, k: int) -> Any:
     return (rows[index[at[0]]], rows[index[at[1]]], rows[index[at[2]]], rows[index[at[3]]]), at
 
 
-class _Kernels(NamedTuple):
-    score: BlockKernel
-    of_queries: BlockKernel
-    of_rows: BlockKernel
-
-
 @cache
-def _kernels(kind: str) -> _Kernels:
-    compare, add_to_query, add_to_row, add_four_to_row = FORMULAS[kind]
+def _scores_of(kind: str) -> BlockKernel:
+    compare, *_ = FORMULAS[kind]
 
+    @block_kernel(1, name=f"score_{kind}")
     def score(
         start: int,
         stop: int,
@@ -186,6 +181,14 @@ def _kernels(kind: str) -> _Kernels:
                     out = scores[c, i]
                     out[k0], out[k1], out[k2], out[k3] = compare(query[c, i], maps[c, i], x)
 
+    return score
+
+
+@cache
+def _gradients_of_queries(kind: str) -> BlockKernel:
+    _, add_to_query, *_ = FORMULAS[kind]
+
+    @block_kernel(1, name=f"gradients_of_queries_{kind}")
     def of_queries(
         start: int,
         stop: int,
@@ -209,6 +212,14 @@ def _kernels(kind: str) -> _Kernels:
                     w = weights[c, i, k0], w1, w2, w3
                     add_to_query(w, query[c, i], maps[c, i], x, grad[c, i], grad_maps[c, i])
 
+    return of_queries
+
+
+@cache
+def _gradients_of_rows(kind: str) -> BlockKernel:
+    *_, add_to_row, add_four_to_row = FORMULAS[kind]
+
+    @block_kernel(ROWS, name=f"gradients_of_rows_{kind}")
     def of_rows(
         start: int,
         stop: int,
@@ -236,11 +247,7 @@ def _kernels(kind: str) -> _Kernels:
                 for i in range(fours, query.shape[1]):
                     add_to_row(w[i], q[i], m[i], x, out)
 
-    return _Kernels(
-        named_kernel(f"score_{kind}", score, 1),
-        named_kernel(f"gradients_of_queries_{kind}", of_queries, 1),
-        named_kernel(f"gradients_of_rows_{kind}", of_rows, ROWS),
-    )
+    return of_rows
 
 
 # Formulas of a kind, for a query q with its map m and a row x (D,): the scores of four rows; what

@@ -33,35 +33,31 @@ _BODY = types.int64, types.int64, types.int64  # start, stop, address of the arg
 _SHARE = types.int64, types.int64, types.int64, types.int64  # as ``_share``
 
 
-def block_kernel(block: int, *, fastmath: frozenset[str] = EXACT) -> Callable[..., BlockKernel]:
+def block_kernel(
+    block: int, *, name: str | None = None, fastmath: frozenset[str] = EXACT
+) -> Callable[..., BlockKernel]:
     """Compile ``function(start, stop, *args)``, which handles the items from start to stop.
 
     Args:
         block: Items that a thread takes at once.
+        name: A name for a function that reads a choice from its closure, such as an optimizer, so
+            that a run compiles what it uses. numba takes functions of one name for each other.
         fastmath: Flags of LLVM for the function's instructions.
 
     Returns:
         A decorator.
     """
-    return partial(BlockKernel, block=block, fastmath=fastmath)
-
-
-def named_kernel(
-    name: str, function: Callable[..., Any], block: int, *, fastmath: frozenset[str] = EXACT
-) -> BlockKernel:
-    """Compile a function that was made for one choice, such as an optimizer, under its own name.
-
-    The function reads the choice from its closure, so that a run compiles what it uses and no more.
-    numba makes symbols from names: two functions of one name would be taken for each other.
-    """
-    function.__name__ = function.__qualname__ = name
-    return BlockKernel(function, block, fastmath)
+    return partial(BlockKernel, block=block, name=name, fastmath=fastmath)
 
 
 class BlockKernel:
     """A kernel over a number of items, on as many threads as the work is worth."""
 
-    def __init__(self, function: Callable[..., Any], block: int, fastmath: frozenset[str]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], block: int, name: str | None, fastmath: frozenset[str]
+    ) -> None:
+        if name is not None:
+            function.__name__ = function.__qualname__ = name
         body, self._block = helper(function, fastmath=fastmath), block
 
         def run(share: int, count: int, *args: Any) -> None:
@@ -69,7 +65,7 @@ class BlockKernel:
             _run(body, share, count, block, args)  # type: ignore[call-arg]
 
         run.__module__ = function.__module__
-        run.__name__ = run.__qualname__ = f"{function.__qualname__}_in_blocks"  # see named_kernel
+        run.__name__ = run.__qualname__ = f"{function.__qualname__}_in_blocks"  # see block_kernel
         self._run = kernel(run)
 
     def __call__(self, count: int, work: int, *args: Any) -> None:

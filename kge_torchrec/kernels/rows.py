@@ -39,7 +39,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import SUMS, helper, kernel
-from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
+from kge_torchrec.kernels.parallel import BlockKernel, block_kernel
 
 _ROWS = 64  # rows per block of a thread
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
@@ -158,6 +158,7 @@ def _updates(optimizer: str) -> BlockKernel:
     step_row = _ROW_STEPS[optimizer]
     has_first, has_second = optimizer != "sgd", optimizer in ("adam", "rowwise_adam")
 
+    @block_kernel(_ROWS, name=f"update_{optimizer}")
     def update(
         start: int,
         stop: int,
@@ -191,7 +192,7 @@ def _updates(optimizer: str) -> BlockKernel:
                 g = total
             step_row(g, weights[row], first[row], second[row], scratch, step)
 
-    return named_kernel(f"update_{optimizer}", update, _ROWS)
+    return update
 
 
 @kernel

@@ -24,15 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from torch import Tensor
 
 from kge_torchrec.kernels.ids import check_within
 from kge_torchrec.kernels.jit import FUSED, helper, kernel
 from kge_torchrec.kernels.library import arrays, operator
-from kge_torchrec.kernels.parallel import BlockKernel, block_kernel, named_kernel
+from kge_torchrec.kernels.parallel import BlockKernel, block_kernel
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
 _LEAST = np.float32(-1e38)  # stands for the score of a masked candidate
@@ -100,6 +99,7 @@ def _sums_kernel(softmax: bool) -> BlockKernel:
     """Return the kernel of one loss, so that a run compiles no other."""
     sum_of = _softmax if softmax else _logistic
 
+    @block_kernel(1, name="softmax_sums" if softmax else "logistic_sums", fastmath=FUSED)
     def write_sums(
         start: int,
         stop: int,
@@ -112,8 +112,7 @@ def _sums_kernel(softmax: bool) -> BlockKernel:
         for q in range(start, stop):
             out[q] = sum_of(scores[q], mask[q], gradients[q], lanes)
 
-    name = "softmax_sums" if softmax else "logistic_sums"
-    return named_kernel(name, write_sums, 1, fastmath=FUSED)
+    return write_sums
 
 
 @helper(fastmath=FUSED)
@@ -193,7 +192,7 @@ def _number(stored: Any) -> Any:
 def _number_of(stored: Any) -> Callable[..., Any]:
     if isinstance(stored, types.Float):
         return lambda stored: stored
-    return lambda stored: _as_float(np.int32(stored) << np.int32(16))
+    return lambda stored: np.int32(np.int32(stored) << np.int32(16)).view(_F)
 
 
 def _put(row: Any, place: Any, number: Any) -> None:
@@ -207,7 +206,7 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
         row[place] = number
 
     def rounded(row: Any, place: Any, number: Any) -> None:
-        bits = _as_bits(number)
+        bits = _F(number).view(np.int32)
         even = (bits >> np.int32(16)) & np.int32(1)  # for ties: round half to even
         up = (bits + np.int32(0x7FFF) + even) >> np.int32(16)
         row[place] = up if number == number else np.int32(0x7FC0)
@@ -266,7 +265,8 @@ def _exp(x: np.float32) -> np.float32:
     p = _F(4.1665795894e-2) + f * p
     p = _F(1.6666665459e-1) + f * p
     p = _F(5.0000001201e-1) + f * p
-    return (p * f * f + f + _F(1)) * _as_float((np.int32(k) + np.int32(127)) << np.int32(23))
+    power = (np.int32(k) + np.int32(127)) << np.int32(23)  # 2^k, as the bits of an exponent
+    return (p * f * f + f + _F(1)) * np.int32(power).view(_F)
 
 
 @helper(fastmath=FUSED)
@@ -282,22 +282,6 @@ def _log1p(x: np.float32) -> np.float32:
     p = _F(-0.49999893) + x * p
     p = _F(0.99999999) + x * p
     return x * p
-
-
-def _bitcast(result: Any, argument: Any, llvm: Any) -> Any:
-    """Return an intrinsic that reads the bits of an argument as another type of the same size."""
-
-    def typed(typing_context: Any, bits: Any) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], llvm)
-
-        return result(argument), generate
-
-    return intrinsic(typed)
-
-
-_as_float: Any = _bitcast(types.float32, types.int32, ir.FloatType())
-_as_bits: Any = _bitcast(types.int32, types.float32, ir.IntType(32))
 
 
 _largest = _over_row(lambda j, row: _number(row[j]), lambda a, b: max(a, b), -np.inf)

@@ -4,7 +4,7 @@ In HousE, H_r is a rotation: a product of Householder reflections x - 2 u <u, x>
 products of Householder projections x - s u <u, x>. The vectors u have length 1, and each block has
 vectors of its own.
 
-Shapes: D elements per entity row, k elements per block, m projections per side, n reflections.
+Shapes: D elements per entity row, k elements per block, B = D / k blocks, P projections per side.
 """
 
 from __future__ import annotations
@@ -17,15 +17,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import (
-    Comparison,
-    MinusDistance,
-    MinusProjected,
-    in_blocks,
-    projected,
-    removed,
-)
-from kge_torchrec.kernels.operators import rotated
+from kge_torchrec.kernels.comparisons import Comparison, Index, MinusDistance
+from kge_torchrec.kernels.library import EPSILON
+from kge_torchrec.kernels.operators import pairwise, pick, rotated
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
@@ -88,6 +82,58 @@ class RotE(Scorer):
         if side == "tail":
             return rotated(anchor, phase) + shift
         return rotated(anchor - shift, -phase)
+
+
+def in_blocks(rows: Tensor, block: int) -> Tensor:
+    """Put blocks side by side, where sums over k are fast: (..., B k) -> (..., k, B)."""
+    return rows.unflatten(-1, (-1, block)).mT
+
+
+def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
+    """Apply projections x - s u <u, x> to rows (..., k, B), the last one first.
+
+    Args:
+        rows: (..., k, B).
+        vectors: (..., P, k, B), u, of length 1 per block.
+        scales: (..., P, 1, B), s.
+    """
+    if not vectors.shape[-3]:  # torch.export does not load a program with an unbind of nothing
+        return rows
+    for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
+        rows = removed(rows, vector, scale)
+    return rows
+
+
+def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
+    """Return x - scale u <u, x> for each block: (..., k, B); a tensor of scales is (..., 1, B)."""
+    return rows - scale * (rows * vector).sum(-2, keepdim=True) * vector
+
+
+@dataclass(frozen=True)
+class MinusProjected(Comparison):
+    """Minus the sum over blocks of the distance between a point and a projected row.
+
+    The query is (point (..., k, B), vectors, scales), the last two as ``projected`` takes them.
+
+    Attributes:
+        block: k.
+    """
+
+    block: int
+    reads_in_place = False
+
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        point, vectors, scales = query
+        return self._score(point, vectors, scales, in_blocks(rows, self.block))
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        rows = rows if index is None else pick(rows, index)
+        width = rows.shape[-1] * (1 + query[1].shape[-3])
+        return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
+
+    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+        squares = (point - projected(rows, vectors, scales)).square().sum(-2)
+        return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0
 
 
 class HousE(Scorer):
