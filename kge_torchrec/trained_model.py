@@ -11,10 +11,10 @@ Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,13 +30,11 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import triple_scores
-from kge_torchrec.ranking.topk import Queries, top_k
-
-if TYPE_CHECKING:
-    from kge_torchrec.ranking.candidate_files import FixedLists
-    from kge_torchrec.ranking.candidates import Candidates
-    from kge_torchrec.ranking.metrics import Ranks
-    from kge_torchrec.ranking.recommendation import Recommendations
+from kge_torchrec.ranking.candidates import Candidates, make_candidates
+from kge_torchrec.ranking.fixed import FixedLists, rank_among_lists, read_lists
+from kge_torchrec.ranking.ranks import Ranks, rank_triples
+from kge_torchrec.ranking.recommendation import Recommendations, recommend
+from kge_torchrec.ranking.search import Queries, RankOptions, top_k
 
 Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
@@ -212,7 +210,7 @@ class TrainedModel:
             side: Score as a query for the "tail" or the "head". With reciprocal relations the two
                 scores differ.
         """
-        return triple_scores(self.scorer, self.shard, triples, side)
+        return triple_scores(self.scorer, self.shard, triples, side).cpu()
 
     def best(
         self, queries: Queries, k: int, exclude: Answers | None = None
@@ -244,18 +242,15 @@ class TrainedModel:
             split: Their split.  None: filter by all splits and by the triples themselves.
             evaluation: The ``evaluation`` section of the config.
         """
-        from kge_torchrec.ranking.exact import RankOptions, rank_triples  # loads Numba
-        from kge_torchrec.ranking.listed import rank_among_lists
-
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
         with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
             parts = self.scorer, self.shard, triples
-            options = RankOptions(batch_size=evaluation.batch_size, progress=bar.update)
             if evaluation.candidates == "fixed":
-                return rank_among_lists(*parts, self._fixed_lists(evaluation, split), options)
+                return rank_among_lists(*parts, self._fixed_lists(evaluation, split), bar.update)
             only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
-            return rank_triples(*parts, known, replace(options, candidates=only))
+            options = RankOptions(only, None, evaluation.batch_size, bar.update)
+            return rank_triples(*parts, known, options)
 
     def recommendations_of(
         self,
@@ -277,20 +272,15 @@ class TrainedModel:
         Raises:
             ConfigError: The candidates are lists of single triples.
         """
-        from kge_torchrec.ranking.exact import RankOptions  # loads Numba
-        from kge_torchrec.ranking.recommendation import recommend
-
         evaluation.check_recommends()
         known = self.known("recommendations").filter_index(KNOWN_OF[split])
         only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
         with self.bar(len(triples), f"recommend {split}", "answer") as bar:
-            options = RankOptions((side,), only, None, evaluation.batch_size, bar.update)
-            return recommend(self.scorer, self.shard, triples, known, k, options)
+            options = RankOptions(only, None, evaluation.batch_size, bar.update)
+            return recommend(self.scorer, self.shard, triples, known, k, options, side)
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        from kge_torchrec.ranking.candidate_files import read_lists
-
         store, file = self.known("fixed candidates"), evaluation.candidate_options.file
         return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
 
@@ -301,8 +291,6 @@ class TrainedModel:
         """
         if kind in (None, "all"):
             return None
-        from kge_torchrec.ranking.candidates import make_candidates
-
         store, rows = self.known("restricted candidates"), self.shard.row_range
         return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
 

@@ -28,7 +28,8 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank, process
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.models.scorers.base import SIDES, Side
 from kge_torchrec.ranking.groups import GROUPINGS, Grouping, check_names, grouped
-from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.ranking.ranks import metrics
+from kge_torchrec.ranking.recommendation import grouped_recommendations, recommendation_metrics
 from kge_torchrec.trained_model import FILTERS, TrainedModel
 from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.remote_runs import folder_of
@@ -180,11 +181,6 @@ class Run(Answering):
             raise ConfigError(f"{store.path} has no {split} triples")
         group: Callable[[Grouping], dict[str, Any]]
         if recommend:
-            from kge_torchrec.ranking.recommendation import (  # loads Numba
-                grouped_recommendations,
-                recommendation_metrics,
-            )
-
             lists = model.recommendations_of(ids, split, evaluation, max(recommend), side)
             results = recommendation_metrics(lists, recommend)
             split, ids = f"{split}-recommendations", np.append(lists.triples, lists.listed(), 0)

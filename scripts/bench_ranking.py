@@ -25,7 +25,7 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.models.scorers.bilinear import ComplEx
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.ranks import rank_triples
 
 DIM = 256
 

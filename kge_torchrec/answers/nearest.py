@@ -18,7 +18,7 @@ from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.topk import Queries, top_k
+from kge_torchrec.ranking.search import Queries, top_k
 from kge_torchrec.trained_model import TrainedModel
 
 MEANINGS = {

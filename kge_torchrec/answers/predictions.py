@@ -19,7 +19,7 @@ from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates
-from kge_torchrec.ranking.topk import Queries
+from kge_torchrec.ranking.search import Queries
 from kge_torchrec.trained_model import Label, TrainedModel
 
 Part = Literal["head", "relation", "tail"]

@@ -64,7 +64,7 @@ def evaluate(
     if format == "json":
         print(json.dumps(results))
         return 0
-    from kge_torchrec.ranking.metrics import results_table
+    from kge_torchrec.ranking.ranks import results_table
     from kge_torchrec.ranking.recommendation import recommendation_table
 
     groups, counts = results.pop("by", {}), results.pop("triples", None)
@@ -73,10 +73,10 @@ def evaluate(
         splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
         print(f"{counts['count']:,} triples of {triples}; of them {splits}")
     if groups:
-        from kge_torchrec.ranking.group_tables import table
+        from kge_torchrec.ranking.groups import groups_table
 
         for name, stats in groups.items():
-            print(f"\n{table(name, stats)}")
+            print(f"\n{groups_table(name, stats)}")
         written = f"{'triples' if triples is not None else split or 'test'}"
         written += "-recommendations" * bool(recommend)
         if any(trained.path.glob(f"evaluation-{written}-by-*")):  # none in a read-only folder

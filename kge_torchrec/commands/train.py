@@ -77,7 +77,7 @@ def train(
 
 def _report(run: Run) -> int:
     """Print the results and the run folder, on rank 0; return 1 if its copy is not complete."""
-    from kge_torchrec.ranking.metrics import ranked_among, results_table
+    from kge_torchrec.ranking.ranks import ranked_among, results_table
     from kge_torchrec.training.remote_runs import copy_problem
 
     if not is_first_rank():
@@ -160,7 +160,7 @@ def extend(
 
 
 def _report_extension(made: Run) -> None:
-    from kge_torchrec.ranking.metrics import results_table
+    from kge_torchrec.ranking.ranks import results_table
 
     results = made.results
     extended = results["extended"]

@@ -18,32 +18,27 @@ them. They are computed per user and averaged over the users:
 - coverage: the share of all candidates that are on the list of any user; equal scores come in
   order of id there
 
-Shapes: U users, A answers, B users of a batch, n rows of a block.
+Shapes: U users, A answers, k entries of a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
+from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels.operators import count_block
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring, triple_scores
-from kge_torchrec.ranking.exact import RankOptions, are_candidates
 from kge_torchrec.ranking.groups import Grouping
-from kge_torchrec.ranking.metrics import ranked_among
-from kge_torchrec.ranking.topk import NOTHING, best_of_ranks, with_block
+from kge_torchrec.ranking.ranks import ranked_among
+from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, by_query, columns, compare
 
 _COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")
-_TAILS = RankOptions(sides=("tail",))
 
 
 @dataclass(frozen=True)
@@ -74,28 +69,13 @@ class Recommendations:
     def listed(self) -> np.ndarray:
         """Return the lists as triples (U * k, 3); where a list ends, its triples mean nothing."""
         of_users = self.triples[self.starts].repeat(self.lists.shape[1], axis=0)
-        of_users[:, _columns(self.side)[1]] = np.maximum(self.lists, 0).ravel()
+        of_users[:, columns(self.side)[1]] = np.maximum(self.lists, 0).ravel()
         return of_users
-
-
-def users_of(triples: np.ndarray, side: Side = "tail") -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of triples (A,) by user and answer, and where each user starts: (U,)."""
-    anchor, answer = _columns(side)
-    order = np.lexsort(triples[:, [answer, anchor, 1]].T)
-    pairs = triples[order][:, [anchor, 1]]
-    is_first = np.ones(len(pairs), bool)
-    is_first[1:] = (pairs[1:] != pairs[:-1]).any(1)
-    return order, np.flatnonzero(is_first)
-
-
-def _columns(side: Side) -> tuple[int, int]:
-    """Return the columns of the anchor and the answer."""
-    return (0, 2) if side == "tail" else (2, 0)
 
 
 def sample_users(triples: np.ndarray, limit: int, seed: int) -> np.ndarray:
     """Return the triples of random users, at most ``limit`` of them but at least one user."""
-    order, starts = users_of(triples)
+    order, starts = by_query(triples)
     counts = np.diff(starts, append=len(triples))
     drawn = np.random.default_rng(seed).permutation(len(starts))
     fitting = np.searchsorted(np.cumsum(counts[drawn]), limit, "right")
@@ -110,7 +90,8 @@ def recommend(
     triples: np.ndarray,
     known: FilterIndex,
     k: int,
-    options: RankOptions = _TAILS,
+    options: RankOptions = ALL_ENTITIES,
+    side: Side = "tail",
 ) -> Recommendations:
     """Rank the answers of every user and list the user's k best candidates. Collective.
 
@@ -120,116 +101,32 @@ def recommend(
         triples: (A, 3) int64 head, relation, tail, at least one; the same on every rank.
         known: Triples whose answers are not recommended.
         k: The length of the lists.
-        options: The side, a single one; candidates, and the pieces of the ranking.
+        options: The candidates, and the pieces of the ranking.
+        side: The side to recommend.
     """
-    (side,) = options.sides
-    order, starts = users_of(triples, side)
-    triples, bounds = np.asarray(triples, np.int64)[order], np.append(starts, len(triples))
-    one = _Users(scorer, shard, known, min(k, shard.num_entities), options)
-    batches = []
-    for first in range(0, len(starts), options.batch_size):
-        ends = bounds[first : first + options.batch_size + 1]
-        batches.append(one.rank(triples[ends[0] : ends[-1]], ends - ends[0]))
-        if options.progress is not None:
-            options.progress(int(ends[-1] - ends[0]))
-    better, pool, lists = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    user = np.repeat(np.arange(len(starts)), np.diff(bounds))
-    pool = pool[user]
+    triples, candidates = np.asarray(triples, np.int64), options.candidates
+    k = min(k, shard.num_entities)
+    counts = compare(scorer, shard, triples, side, known, options, k)
+    user = np.repeat(np.arange(len(counts.starts)), np.diff(counts.starts, append=len(triples)))
+    can_be_recommended = counts.has_score & counts.is_inside & ~counts.is_known
+    better = np.where(can_be_recommended, counts.better + counts.equal / 2, np.inf)
     order = np.lexsort((better, user))
-    better = better[order]
+    better, pool = better[order], counts.pool[order]
+    total = shard.num_entities
+    if candidates is not None:
+        relations = np.unique(triples[:, 1]).tolist()
+        masks = [candidates.mask(side, relation, *shard.row_range) for relation in relations]
+        total = int(reduced(torch.tensor(int(np.any(masks, 0).sum()), device=shard.device)))
     return Recommendations(
         side=side,
-        triples=triples[order],
-        starts=starts,
-        ranks=np.arange(len(user)) - starts[user] + 1 + better,
+        triples=triples[counts.order][order],
+        starts=counts.starts,
+        ranks=np.arange(len(user)) - counts.starts[user] + 1 + better,
         below=1 - np.minimum(better, pool) / np.maximum(pool, 1),
-        lists=lists,
-        candidates=one.candidates_of(np.unique(triples[:, 1])),
-        restricted=None if options.candidates is None else options.candidates.label,
+        lists=counts.lists,
+        candidates=total,
+        restricted=None if candidates is None else candidates.label,
     )
-
-
-@dataclass(frozen=True)
-class _Users:
-    """Ranks the answers of a batch of users."""
-
-    scorer: Scorer
-    shard: EntityShard
-    known: FilterIndex
-    k: int
-    options: RankOptions
-
-    def rank(
-        self, triples: np.ndarray, bounds: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what is better than each answer, and the lists. Collective.
-
-        Args:
-            triples: (A, 3) int64 of whole users, in order of relation, anchor and answer.
-            bounds: (B + 1,) int64, where the answers of each user start and stop.
-
-        Returns:
-            The competing candidates above each answer (A,) float64, infinite for an answer that
-            cannot be recommended; competing candidates per user (B,) int64; lists (B, k) int64.
-        """
-        (side,), device = self.options.sides, self.shard.device
-        anchor, answer = _columns(side)
-        users, size = triples[bounds[:-1]], len(bounds) - 1
-        user = np.repeat(np.arange(size), np.diff(bounds))
-        true = triple_scores(self.scorer, self.shard, torch.from_numpy(triples), side).to(device)
-        # One more value per user, infinity, counts its competing candidates.
-        values = torch.cat([true, torch.full((size,), torch.inf, device=device)])
-        query = torch.from_numpy(np.append(user, np.arange(size))).to(device)
-        counts = torch.zeros(2, len(values), dtype=torch.int64, device=device)
-        best = torch.full((size, self.k), NOTHING, device=device)
-        own = [Ranges(triples[:, answer].copy(), bounds[:-1], bounds[1:])]
-        with scoring(self.scorer):
-            for first, scores in self._competing(users[:, anchor], users[:, 1]):
-                best = with_block(best, scores, first)
-                erase(scores, first, Answers(size, own), torch.nan)
-                count_block(scores, values, counts[0], counts[1], query)
-        less, equal = reduced(counts).cpu().numpy()
-        competing = (less + equal)[len(user) :]
-        above = (competing[user] - less[: len(user)]) - equal[: len(user)] / 2
-        above[~self._can_be_recommended(triples, true)] = np.inf
-        return above, competing, best_of_ranks(best, self.shard.ranks)[1].cpu().numpy()
-
-    def _competing(
-        self, anchors: np.ndarray, relations: np.ndarray
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield blocks of scores (B, n) in which known answers and no candidates are NaN."""
-        (side,), device = self.options.sides, self.shard.device
-        known = self.known.answers(side, anchors, relations)
-        rows = self.shard.fetch(torch.from_numpy(anchors.copy()).to(device))
-        relation = torch.from_numpy(relations.copy())
-        inputs = rows, relation.to(device), side, self.options.block_bytes
-        for first, scores in local_scores(self.scorer, self.shard, *inputs):
-            scores.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-            erase(scores, first, known, torch.nan)
-            if self.options.candidates is not None:
-                restrict(scores, first, self.options.candidates, (relation, side), torch.nan)
-            yield first, scores
-
-    def _can_be_recommended(self, triples: np.ndarray, true: Tensor) -> np.ndarray:
-        """Return which answers (A,) are new to their users, candidates, and scored."""
-        (side,), candidates = self.options.sides, self.options.candidates
-        anchor, answer = _columns(side)
-        anchors, answers = triples[:, anchor], triples[:, answer, None]
-        is_known = self.known.contains(side, anchors, triples[:, 1], answers)[:, 0]
-        can = ~is_known & ~true.isnan().cpu().numpy()
-        if candidates is not None:
-            can &= are_candidates(candidates, triples, side, self.options.batch_size)
-        return can
-
-    def candidates_of(self, relations: np.ndarray) -> int:
-        """Return the number of entities that are candidates of some relation. Collective."""
-        if self.options.candidates is None:
-            return self.shard.num_entities
-        (side,), (first, stop) = self.options.sides, self.shard.row_range
-        some = np.zeros(stop - first, bool)
-        for relation in relations.tolist():
-            some |= self.options.candidates.mask(side, relation, first, stop)
-        return int(reduced(torch.tensor(int(some.sum()), device=self.shard.device)))
 
 
 def recommendation_metrics(ranked: Recommendations, cutoffs: Sequence[int]) -> dict[str, Any]:
@@ -238,7 +135,7 @@ def recommendation_metrics(ranked: Recommendations, cutoffs: Sequence[int]) -> d
     Returns:
         {"recommendation": {"users", "answers", "candidates", "auc", "recall@k", "ndcg@k",
         "hit_rate@k", "precision@k", "map@k", "coverage@k" for each k}}. With restricted
-        candidates also "candidates", as of ``metrics.metrics``; its "answers_outside" also has
+        candidates also "candidates", as of ``ranks.metrics``; its "answers_outside" also has
         the known answers.
     """
     results: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from kge_torchrec.pages import (
     render,
     svg,
 )
-from kge_torchrec.ranking.metrics import ranked_among
+from kge_torchrec.ranking.ranks import ranked_among
 from kge_torchrec.reports.facts import (
     MAX_NAMED,
     EntityMap,

@@ -30,7 +30,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.ranking.ranks import metrics
 from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
@@ -179,7 +179,7 @@ class Session:
 
             EntityTypes.find(None, self.store)
         if kind == "fixed":
-            from kge_torchrec.ranking.candidate_files import read_lists
+            from kge_torchrec.ranking.fixed import read_lists
 
             for split in ("valid", "test") if evaluation.every != 0 else ("test",):
                 triples = np.asarray(self.store.split(split), np.int64)

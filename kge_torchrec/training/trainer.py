@@ -24,7 +24,7 @@ from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import gathered, on_all_ranks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
-from kge_torchrec.ranking.metrics import ranked_among, value_of
+from kge_torchrec.ranking.ranks import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.checkpoints import name_of

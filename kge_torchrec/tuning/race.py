@@ -36,7 +36,7 @@ from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.lines import say
-from kge_torchrec.ranking.recommendation import users_of
+from kge_torchrec.ranking.search import by_query
 from kge_torchrec.training.assembly import build_batches, sides_of
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
@@ -319,7 +319,7 @@ def _queries(config: Config, store: TripleStore) -> int:
     metric, triples = config.evaluation.metric, validation_triples(config, store)
     if metric == "mr" or metric.startswith("coverage"):
         return 0
-    return 2 * len(triples) if cutoff_of(metric) is None else len(users_of(triples)[1])
+    return 2 * len(triples) if cutoff_of(metric) is None else len(by_query(triples)[1])
 
 
 def _winner(

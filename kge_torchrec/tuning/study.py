@@ -48,7 +48,7 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
-from kge_torchrec.ranking.metrics import value_of
+from kge_torchrec.ranking.ranks import value_of
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, train_run

@@ -22,7 +22,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.ranks import rank_triples
 from kge_torchrec.training.assembly import build_backend, build_pipeline
 
 ROUNDS = 2  # of all sides in turn; the first side of the first one loads kernels

@@ -19,8 +19,8 @@ from kge_torchrec import api, load_model
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models import scorers
-from kge_torchrec.ranking.exact import RankOptions, rank_triples
-from kge_torchrec.ranking.topk import Queries, top_k
+from kge_torchrec.ranking.ranks import rank_triples
+from kge_torchrec.ranking.search import Queries, RankOptions, top_k
 
 SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "pairre", "transh",
            "rescal", "conve", "roth")  # fmt: skip

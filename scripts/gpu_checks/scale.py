@@ -22,7 +22,7 @@ from kge_torchrec.planning.frequency import EntityFrequency
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 from kge_torchrec.planning.workload import Workload
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.ranks import rank_triples
 from kge_torchrec.training.assembly import build_backend
 from kge_torchrec.training.checkpoints import Checkpoints
 from kge_torchrec.training.state import TrainState

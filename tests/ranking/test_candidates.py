@@ -16,8 +16,8 @@ from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidates import make_candidates
-from kge_torchrec.ranking.exact import RankOptions, rank_triples
-from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.ranking.ranks import metrics, rank_triples
+from kge_torchrec.ranking.search import RankOptions
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
 EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row

@@ -18,10 +18,10 @@ from ranking_cases import (
 from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking import exact
+from kge_torchrec.ranking import blocks
 from kge_torchrec.ranking.blocks import score_block
-from kge_torchrec.ranking.exact import RankOptions, rank_triples
-from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.ranking.ranks import metrics, rank_triples
+from kge_torchrec.ranking.search import RankOptions
 
 N, R, D, T = 300, 3, 16, 100
 EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}  # uneven, one empty, one of one row
@@ -116,10 +116,10 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
     assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
 
 
-def test_rows_of_several_batches_are_fetched_at_once(monkeypatch):
-    """Queries beyond the first fetched group are ranked as well."""
+def test_answers_are_scored_in_groups(monkeypatch):
+    """Answers beyond the first group are ranked as well."""
     table, scorer = duplicated_table(), make_scorer("complex", R, D)
-    monkeypatch.setattr(exact, "FETCH_BYTES", 2 * 4 * D * 7 * 3)  # three batches of seven
+    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 64 answers at once
     ranks = rank_triples(
         scorer, whole(table), QUERIES, make_known(KNOWN, N, R), RankOptions(batch_size=7)
     )
@@ -154,9 +154,8 @@ def test_minus_infinity_true_score_beats_filtered_answers():
     values = [0.0, 1.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf, torch.nan]
     triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
     table = whole(torch.tensor(values)[:, None])
-    ranks = rank_triples(
-        ColumnScorer(), table, triples, make_known(known, 7, 1), RankOptions(sides=("tail",))
-    )
+    known = make_known(known, 7, 1)
+    ranks = rank_triples(ColumnScorer(), table, triples, known, sides=("tail",))
     assert as_lists(ranks) == {"tail": ([2], [4])}
 
 
@@ -181,13 +180,15 @@ def test_training_mode_is_restored():
     assert scorer.training
 
 
-def test_progress_counts_every_query():
+def test_progress_counts_every_answer():
+    """The ten answers have five queries, so a batch of four queries has eight answers."""
     counts = []
+    triples = torch.arange(30).view(10, 3) // 6 * torch.tensor([1, 0, 1])
     rank_triples(
-        ColumnScorer(), whole(torch.zeros(4, 1)), torch.zeros(10, 3, dtype=torch.int64), None,
+        ColumnScorer(), whole(torch.zeros(5, 1)), triples, None,
         RankOptions(batch_size=4, progress=counts.append),
     )  # fmt: skip
-    assert counts == [4, 4, 2] * 2
+    assert counts == [8, 2] * 2
 
 
 def test_low_precision_tables_rank_in_float32():
@@ -211,10 +212,10 @@ def test_query_with_millions_of_answers_is_filtered_in_pieces():
     triples = np.stack([answers * 0, answers * 0, answers], 1)
     known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]), entities, 1)
     table = torch.arange(entities, dtype=torch.float32)[:, None]
-    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), RankOptions(sides=("tail",))
-    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), tail)
+    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), ("tail",)
+    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), sides=tail)
     tracemalloc.start()
-    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, tail)
+    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, sides=tail)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     better = entities // 2 - 5, entities // 2 - 6  # those of the other parity

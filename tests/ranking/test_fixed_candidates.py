@@ -18,10 +18,8 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.candidate_files import MISSING, FixedLists, read_lists
-from kge_torchrec.ranking.exact import RankOptions
-from kge_torchrec.ranking.listed import rank_among_lists
-from kge_torchrec.ranking.metrics import Ranks, metrics, ranked_among, results_table
+from kge_torchrec.ranking.fixed import MISSING, FixedLists, rank_among_lists, read_lists
+from kge_torchrec.ranking.ranks import Ranks, metrics, ranked_among, results_table
 from kge_torchrec.training.session import selection_of
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
@@ -54,8 +52,7 @@ def as_lists(ranks: Ranks) -> dict:
 
 
 def rank_here(scorer, table, triples, lists, edges):
-    options = RankOptions(batch_size=70)
-    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists, options))
+    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -84,7 +81,7 @@ def test_blocks_of_candidates_do_not_change_counts(monkeypatch):
     (scorer, table), triples = model(), distinct_triples(150)
     lists = FixedLists(triples.numpy(), fixed_lists(triples), "a file")
     expected = as_lists(rank_among_lists(scorer, whole(table), triples, lists))
-    monkeypatch.setattr("kge_torchrec.ranking.listed.block_height", lambda *_: 7)
+    monkeypatch.setattr("kge_torchrec.ranking.fixed.block_height", lambda *_: 7)
     assert as_lists(rank_among_lists(scorer, whole(table), triples, lists)) == expected
 
 

@@ -15,7 +15,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking import group_tables as report
+from kge_torchrec.ranking import groups
 from kge_torchrec.ranking.groups import (
     GROUPINGS,
     by_category,
@@ -24,7 +24,7 @@ from kge_torchrec.ranking.groups import (
     categories,
     grouped,
 )
-from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.ranking.ranks import Ranks, metrics
 from kge_torchrec.trained_model import TrainedModel
 
 TRAIN = [
@@ -111,7 +111,7 @@ def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     monkeypatch.setattr(
         TrainedModel, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
     )
-    monkeypatch.setattr(report, "LINES", 2)
+    monkeypatch.setattr(groups, "LINES", 2)
     names = ["relation", "category", "frequency"]
     assert main(["evaluate", str(run), "--by", *names]) == 0
     assert len(ranked) == 1

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kge_torchrec.ranking.metrics import Ranks, metrics, results_table
+from kge_torchrec.ranking.ranks import Ranks, metrics, results_table
 
 
 def ranks(head, tail):

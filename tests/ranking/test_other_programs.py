@@ -24,7 +24,7 @@ from ranking_cases import make_scorer, whole
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.metrics import COLUMNS, Ranks, metrics
+from kge_torchrec.ranking.ranks import COLUMNS, Ranks, metrics
 from kge_torchrec.trained_model import TrainedModel
 
 Figures = tuple[float, ...]

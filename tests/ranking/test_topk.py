@@ -11,7 +11,7 @@ from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
-from kge_torchrec.ranking.topk import Queries, top_k
+from kge_torchrec.ranking.search import Queries, top_k
 
 N, R, D, B = 200, 3, 8, 20
 EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}

@@ -14,8 +14,8 @@ from training_runs import config_of, tiny_store
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.metrics import Ranks, metrics
-from kge_torchrec.ranking.topk import Queries, top_k
+from kge_torchrec.ranking.ranks import Ranks, metrics
+from kge_torchrec.ranking.search import Queries, top_k
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, load_trained

@@ -15,7 +15,8 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels import operators
-from kge_torchrec.ranking.exact import RankOptions, rank_triples
+from kge_torchrec.ranking.ranks import rank_triples
+from kge_torchrec.ranking.search import RankOptions
 
 pytest.importorskip("triton", reason="not on this system")
 from kge_torchrec.kernels import triton_pairs, triton_scores

@@ -1,17 +1,23 @@
-"""Ranks of the true answers, and the metrics of link prediction computed from them.
+"""Filtered ranks of true answers, and the metrics of link prediction computed from them.
 
-Shapes: T triples.
+Shapes: T triples, N entities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kge_torchrec.config.training import cutoff_of
-from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, compare
 
 KINDS = ("optimistic", "realistic", "pessimistic")
 HITS = (1, 3, 10)
@@ -28,16 +34,14 @@ class Ranks:
     Attributes:
         optimistic: Optimistic ranks by side.
         pessimistic: Pessimistic ranks by side.
-        restricted: A description of the restricted candidates; None for all entities.
+        candidates: A description of other candidates than all entities, see ``metrics``.
         outside: Per side (T,) bool: the true answers that are not candidates. They rank last.
-        sizes: Per side (T,) int64, the number of candidates in the fixed list of each query.
     """
 
     optimistic: dict[Side, np.ndarray]
     pessimistic: dict[Side, np.ndarray]
-    restricted: str | None = None
+    candidates: dict[str, Any] = field(default_factory=dict)
     outside: dict[Side, np.ndarray] = field(default_factory=dict)
-    sizes: dict[Side, np.ndarray] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -53,6 +57,53 @@ class Ranks:
         if kind == "realistic":
             return (self.optimistic[side] + self.pessimistic[side]) / 2
         return getattr(self, kind)[side].astype(np.float64)
+
+
+def rank_triples(
+    scorer: Scorer,
+    shard: EntityShard,
+    triples: Tensor | np.ndarray,
+    known: FilterIndex | None,
+    options: RankOptions = ALL_ENTITIES,
+    sides: Sequence[Side] = SIDES,
+) -> Ranks:
+    """Rank the true head and tail of every triple among all N entities. Collective.
+
+    A NaN counts against the model: a candidate with NaN ranks before the true answer, and a true
+    answer with NaN gets the last rank, N. So does one that is not a candidate.
+
+    Args:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        triples: (T, 3) int64 head, relation, tail; the same on every rank.
+        known: Triples to remove from the candidates, except the true one. None ranks unfiltered.
+            For validation, the caller leaves the test triples out.
+        options: The candidates, and the pieces of the computation.
+        sides: The sides to rank.
+
+    Raises:
+        ValueError: ``triples`` has another shape.
+        IndexError: An entity id is outside [0, N).
+    """
+    triples = torch.as_tensor(triples, dtype=torch.int64).numpy()
+    if triples.ndim != 2 or triples.shape[1] != 3:
+        raise ValueError(f"triples must have shape (T, 3), not {triples.shape}")
+    ranks = Ranks({}, {})
+    for side in sides:
+        counts = compare(scorer, shard, triples, side, known, options)
+        is_last = ~(counts.has_score & counts.is_inside)
+        optimistic = np.where(is_last, shard.num_entities, 1 + counts.better)
+        place = np.argsort(counts.order)
+        ranks.optimistic[side] = optimistic[place]
+        ranks.pessimistic[side] = (optimistic + np.where(is_last, 0, counts.equal))[place]
+        if options.candidates is not None:
+            ranks.outside[side] = ~counts.is_inside[place]
+    if options.candidates is not None:
+        outside = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
+        ranks.candidates.update(
+            restricted_to=options.candidates.label, answers_outside=outside
+        )  # fmt: skip
+    return ranks
 
 
 def metrics(ranks: Ranks) -> dict[str, Any]:
@@ -73,22 +124,10 @@ def metrics(ranks: Ranks) -> dict[str, Any]:
     if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
         raise ValueError("no metrics without ranks: the set of triples is empty")
     sides: tuple[Side | Literal["both"], ...] = (*ranks.sides, "both")
-    results = _restriction_of(ranks)
+    results: dict[str, Any] = {"candidates": ranks.candidates} if ranks.candidates else {}
     for side in sides:
         results[side] = {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
     return results
-
-
-def _restriction_of(ranks: Ranks) -> dict[str, Any]:
-    if ranks.restricted is None:
-        return {}
-    about: dict[str, Any] = {"restricted_to": ranks.restricted}
-    if ranks.sizes:
-        sizes = np.concatenate(list(ranks.sizes.values()))
-        about |= {"kind": "fixed", "per_query": [int(sizes.min()), int(sizes.max())]}
-    else:
-        about["answers_outside"] = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
-    return {"candidates": about}
 
 
 def value_of(results: dict[str, Any], metric: str) -> float:

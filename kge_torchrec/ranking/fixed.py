@@ -1,4 +1,7 @@
-"""Fixed candidates of triples from a NumPy file, as the Open Graph Benchmark has them.
+"""Ranks among fixed candidates of each triple, as the Open Graph Benchmark has them.
+
+The lists come from a NumPy file. Ties follow the exact ranking, so a realistic rank is the mean of
+the optimistic and the pessimistic one, as in the evaluator of the Open Graph Benchmark.
 
 Shapes: T triples, B queries, m candidates per triple, N entities.
 """
@@ -6,17 +9,31 @@ Shapes: T triples, B queries, m candidates per triple, N entities.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
 from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.distributed.processes import reduced
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import DataError
-from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.ranking.blocks import (
+    FETCH_BYTES,
+    SMALLEST,
+    block_height,
+    score_block,
+    scoring,
+    triple_scores,
+)
+from kge_torchrec.ranking.ranks import Ranks
+from kge_torchrec.ranking.search import columns
 
 MISSING = -1  # fills up the rows of lists that are shorter than others
 
@@ -152,3 +169,81 @@ def _ids(array: np.ndarray, vocabulary: Vocabulary, what: str, lowest: int) -> n
             "labels as text"
         )
     return array.astype(np.int64)
+
+
+def rank_among_lists(
+    scorer: Scorer,
+    shard: EntityShard,
+    triples: Tensor | np.ndarray,
+    lists: FixedLists,
+    progress: Callable[[int], object] = lambda queries: None,
+) -> Ranks:
+    """Rank the true head and tail of every triple among its list. Collective.
+
+    Every rank scores the candidates that it holds. A NaN counts against the model, as in
+    ``rank_triples``.
+
+    Args:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        triples: (T, 3) int64 head, relation, tail; the same on every rank.
+        lists: The candidates.
+        progress: Called with the number of queries since the last call.
+    """
+    triples, ranks, sizes = torch.as_tensor(triples, dtype=torch.int64), Ranks({}, {}), []
+    fetched = max(1, FETCH_BYTES // (4 * shard.dim * SMALLEST)) * SMALLEST
+    for side in SIDES:
+        true = triple_scores(scorer, shard, triples, side)
+        size = np.zeros(len(triples), np.int64)
+        less, equal = torch.zeros(2, len(triples), dtype=torch.int64, device=shard.device)
+        for start in range(0, len(triples), fetched):
+            anchors = triples[start : start + fetched, columns(side)[0]]
+            rows = shard.fetch(anchors.to(shard.device))
+            for row, first in enumerate(range(start, start + len(rows), SMALLEST)):
+                part = slice(first, first + SMALLEST)  # a block has the candidates of all of them
+                ids = lists.of(side, triples[part].numpy())
+                size[part] = (ids != MISSING).sum(1)
+                relation = triples[part, 1].to(shard.device)
+                queries = rows[row * SMALLEST : (row + 1) * SMALLEST], relation, side
+                _count(scorer, shard, queries, ids, true[part], less[part], equal[part])
+                progress(len(ids))
+        less, equal = reduced(torch.stack([less, equal]))
+        ranks.pessimistic[side] = 1 + size - less.cpu().numpy()
+        ranks.optimistic[side] = ranks.pessimistic[side] - equal.cpu().numpy()
+        sizes.append(size)
+    every = np.concatenate(sizes)
+    ranks.candidates.update(
+        restricted_to=lists.label, kind="fixed", per_query=[int(every.min()), int(every.max())]
+    )
+    return ranks
+
+
+def _count(
+    scorer: Scorer,
+    shard: EntityShard,
+    queries: tuple[Tensor, Tensor, Side],
+    ids: np.ndarray,
+    true: Tensor,
+    less: Tensor,
+    equal: Tensor,
+) -> None:
+    """Add how many of the candidates (B, m) on this rank are below and equal to true scores (B,).
+
+    The queries are anchor rows (B, D), relations (B,) and the side.
+    """
+    anchor, relation, side = queries
+    first, stop = shard.row_range
+    query, column = np.nonzero((ids >= first) & (ids < stop))
+    distinct, place = np.unique(ids[query, column] - first, return_inverse=True)
+    height = block_height(len(ids), shard.device)
+    with scoring(scorer):
+        for start in range(0, len(distinct), height):
+            rows = shard.own(torch.from_numpy(distinct[start : start + height]).to(shard.device))
+            block = score_block(scorer, anchor, relation, rows, side)
+            inside = (place >= start) & (place < start + height)
+            row, col = (
+                torch.from_numpy(x[inside]).to(shard.device) for x in (query, place - start)
+            )
+            scores = block[row, col]
+            less.index_add_(0, row, (scores < true[row]).long())
+            equal.index_add_(0, row, (scores == true[row]).long())
