@@ -64,7 +64,8 @@ VERBS = {
     "tune": Verb("Train", "search for good settings by many runs", "tune:tune"),
     "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", "prepare:data",
                  one_process=True, lists_keys="data."),
-    "list": Verb("Look", "list scorers, losses and other parts of a config", "parts:list"),
+    "list": Verb("Look", "list keys of a config, scorers, losses and other parts",
+                 "parts:list_parts"),
     "plan": Verb("Look", "estimate memory and step time without devices", "plan:plan"),
     "evaluate": Verb("Look", "rank the triples of a split with a trained run",
                      "evaluate:evaluate"),
@@ -358,16 +359,13 @@ class _Several(argparse.Action):
 
 def _keys(first: str) -> str:
     """Return the help of the keys of a config that begin with ``first``."""
-    from kge_torchrec.config.parser import build_parser, published
+    from kge_torchrec.config.describe import keys_help
+    from kge_torchrec.config.parser import published
 
-    usage_and_options = 2
-    parts = build_parser().format_help().split("\n\n")[usage_and_options:]
     if first:
-        entries = re.split(r"\n(?=  --)", "\n".join(parts))
-        kept = [x for x in entries if x.startswith(f"  --{first}") and "--data.path" not in x]
         note = f"keys ({first} may be left out, as in --columns for --data.columns):"
-        return "\n" + "\n".join([note, *kept]) + "\n"
-    return "\n" + "\n\n".join([f"configs:\n  {', '.join(published())}", *parts])
+        return f"\n{note}\n{keys_help(first)}\n"
+    return f"\nconfigs:\n  {', '.join(published())}\n\n{keys_help()}\n"
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:

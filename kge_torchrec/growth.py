@@ -23,7 +23,7 @@ from kge_torchrec.config.keys import (
     declared,
     key_of,
 )
-from kge_torchrec.config.model import INITIAL
+from kge_torchrec.config.model import INITIAL, Vectors
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
@@ -123,10 +123,10 @@ def _config_of(
     if epochs is None:
         epochs = -(-before.train.epochs // 10)
     model = before.model
-    if not model.vectors.frozen:  # the checkpoint already contains the vectors
-        model = replace(model, init_from=None, init_options={})
+    if not model.init_options.frozen:  # the checkpoint already contains the vectors
+        model = replace(model, init_from=None, init_options=Vectors())
     old = {"freeze": "old" if freeze else "none"}
-    saving = {**before.checkpoint.options, "copy_to": None}  # the copy of the old run stays its own
+    saving = replace(before.checkpoint.options, copy_to=None)  # the copy stays the old run's
     config = replace(
         before,
         checkpoint=replace(before.checkpoint, options=saving),

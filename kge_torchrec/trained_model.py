@@ -248,7 +248,7 @@ class TrainedModel:
             parts = self.scorer, self.shard, triples
             if evaluation.candidates == "fixed":
                 return rank_among_lists(*parts, self._fixed_lists(evaluation, split), bar.update)
-            only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
+            only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
             options = RankOptions(only, None, evaluation.batch_size, bar.update)
             return rank_triples(*parts, known, options)
 
@@ -274,14 +274,14 @@ class TrainedModel:
         """
         evaluation.check_recommends()
         known = self.known("recommendations").filter_index(KNOWN_OF[split])
-        only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
+        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
         with self.bar(len(triples), f"recommend {split}", "answer") as bar:
             options = RankOptions(only, None, evaluation.batch_size, bar.update)
             return recommend(self.scorer, self.shard, triples, known, k, options, side)
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        store, file = self.known("fixed candidates"), evaluation.candidate_options.file
+        store, file = self.known("fixed candidates"), evaluation.candidates_options.file
         return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:

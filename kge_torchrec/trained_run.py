@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
+from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import import_modules
+from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore, Vocabulary
@@ -205,8 +207,10 @@ class Run(Answering):
         for name in options:
             if OPTIONS_OF.get(name, kind) != kind:
                 raise ConfigError(f"{name} has no effect with candidates {kind}: leave it out")
-        kept = {name: v for name, v in own.candidates_options.items() if OPTIONS_OF[name] == kind}
-        return replace(own, candidates=kind, candidates_options=kept | options)
+        there = asdict(own.candidates_options)
+        kept = {name: there[name] for name in there if OPTIONS_OF[name] == kind}
+        chosen = parse_options(CandidateOptions, kept | options, "evaluation.candidates_options")
+        return replace(own, candidates=kind, candidates_options=chosen)
 
     def _write_groups(
         self,

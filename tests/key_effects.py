@@ -179,7 +179,7 @@ class Effects:
         if isinstance(backend, HandrolledBackend):
             return backend.lookup.exchange_dtype
         codecs = torchrec.exchange_codecs(
-            self.config.entities.traffic.dtype, 8, self.session.processes.device
+            self.config.entities.exchange.dtype, 8, self.session.processes.device
         )
         return "fp32" if codecs is None else next(iter(codecs.values())).forward._dtype
 

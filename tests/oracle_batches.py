@@ -77,7 +77,7 @@ def suits(
     options, column = config.negatives, 0 if side == "head" else 2
     train, label = store.train.tolist(), store.entities.labels(range(store.num_entities))
     types: dict[str, set] = {}
-    limits = options.restriction
+    limits = options.among_options
     if limits.types is not None:
         for line in Path(limits.types).read_text("utf-8").splitlines():
             entity, of = line.split("\t")

@@ -100,10 +100,10 @@ def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str,
 
 def clip(config: Config, parameters: list[Tensor]) -> None:
     """Clips the gradients of the whole step, as one process has them."""
-    if config.train.clipping.value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, config.train.clipping.value)
-    if config.train.clipping.norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, config.train.clipping.norm)
+    if config.train.clip.value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.train.clip.value)
+    if config.train.clip.norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.train.clip.norm)
 
 
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:

@@ -288,14 +288,14 @@ def test_predict_reads_the_config_once_and_skips_garbage_collection_of_torch(run
 import gc
 from kge_torchrec.cli import main
 from kge_torchrec.config import parser
-looks, parsers, make = [], [], parser._parser
+looks, reads, settings = [], [], parser.Settings
 gc.callbacks.append(lambda phase, info: looks.append(info["generation"]))
-parser._parser = lambda: parsers.append(1) or make()
+parser.Settings = lambda *given: reads.append(1) or settings(*given)
 assert main({query!r}) == 0 and gc.isenabled()
-print(len(looks), len(parsers), gc.get_freeze_count())"""
+print(len(looks), len(reads), gc.get_freeze_count())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    looks, parsers, frozen = done.stdout.splitlines()[-1].split()
-    assert parsers == "1" and int(frozen) > 100_000
+    looks, reads, frozen = done.stdout.splitlines()[-1].split()
+    assert reads == "1" and int(frozen) > 100_000
     assert int(looks) < 400  # 844 otherwise
 
 

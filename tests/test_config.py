@@ -1,8 +1,10 @@
 """Configs: what is read, and what is said when it is wrong."""
 
+import json
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.describe import json_schema, keys_help, keys_page
 from kge_torchrec.config.keys import declared, key_of
-from kge_torchrec.config.parser import CONFIGS, build_parser, config_from_dict, load_config
-from kge_torchrec.config.reference import keys_page
+from kge_torchrec.config.options import Typed, parse_options
+from kge_torchrec.config.parser import CONFIGS, config_from_dict, load_config
 
 DEFAULTS = {
     f"{group}.{name}" if name else group: value
@@ -73,7 +76,7 @@ def test_values_of_every_type_are_read():
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
     }  # fmt: skip
     config = load_config(None, overrides)
-    assert config.data.split == {"ratio": [0.8, 0.1, 0.1]} and config.data.has_header is True
+    assert config.data.split.ratio == (0.8, 0.1, 0.1) and config.data.has_header is True
     assert config.run.dir is None and config.run.progress is False
     assert config.train.relation_lr == 0.5 and config.model.dim == 6
 
@@ -131,9 +134,43 @@ def test_every_published_config_loads():
 
 
 def test_page_of_keys_matches_the_fields():
-    """`python -m kge_torchrec.config.reference` writes it anew."""
+    """`kge-torchrec list keys --format markdown` writes it anew."""
     page = Path(__file__).resolve().parents[1] / "docs" / "reference" / "keys.md"
-    assert page.read_text(encoding="utf-8") == keys_page()
+    assert page.read_text(encoding="utf-8") == keys_page() + "\n"
+
+
+def test_schema_for_editors_matches_the_fields_and_is_named_by_every_config():
+    """`kge-torchrec list keys --format json-schema` writes it anew."""
+    schema = CONFIGS / "keys.schema.json"
+    assert json.loads(schema.read_text(encoding="utf-8")) == json_schema()
+    for path in CONFIGS.rglob("*.yaml"):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        name = first.removeprefix("# yaml-language-server: $schema=")
+        assert name != first and (path.parent / name).resolve() == schema.resolve(), path
+
+
+def test_schema_for_editors_knows_keys_choices_and_the_options_of_each_part():
+    schema = json_schema()
+    model, train = (schema["properties"][name]["properties"] for name in ("model", "train"))
+    assert train["lr"]["type"] == ["number", "null"] and train["lr"]["exclusiveMinimum"] == 0
+    assert model["init"]["enum"] == ["normal", "uniform", "xavier_normal", "xavier_uniform", None]
+    assert "rotate" in model["scorer"]["anyOf"][0]["enum"]
+    assert model["dropout"]["properties"]["hidden"]["exclusiveMaximum"] == 1
+    options = {
+        name: case["then"]["properties"]["options"]["properties"]
+        for case in schema["properties"]["model"]["allOf"]
+        for name in case["if"]["properties"]["scorer"]["enum"]
+    }
+    assert {"p", "q"} <= options["keci"].keys() and options["complex"] == {}
+    assert options["tucker"]["relation_dim"]["type"] == ["integer", "null"]
+
+
+def test_published_configs_follow_the_schema_for_editors():
+    validator = pytest.importorskip("jsonschema").Draft7Validator(json_schema())
+    for path in CONFIGS.rglob("*.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(path.read_text()) or {})), path
+    for text in ("train: {lrr: 1}", "model: {options: {p: 1}}", "loss: {regularizers: {l2: x}}"):
+        assert list(validator.iter_errors(yaml.safe_load(text))), text
 
 
 def test_default_config_is_empty():
@@ -164,7 +201,7 @@ def test_config_is_read_without_torch():
 def test_every_key_is_documented_and_listed():
     keys = all_keys()
     assert len(keys) == len(set(keys)) and {"data.path", "train.lr", "seed"} <= set(keys)
-    help_text = " ".join(build_parser().format_help().split())
+    help_text = " ".join(keys_help().split())
     for key, item in declared(Config).items():
         assert f"--{key} " in help_text
         assert " ".join(key_of(item).help.split()[:3]) in help_text
@@ -186,7 +223,8 @@ def test_unknown_key_error_suggests_the_right_key(written, key, meant):
     assert error_of({key: 1}) == f"unknown key {key}; did you mean {meant}?"
     *group, name = key.split(".")
     path = written(f"{group[0]}:\n  {name}: 1\n" if group else f"{name}: 1\n")
-    assert error_of(path=path) == f"unknown key {key} in {path}; did you mean {meant}?"
+    line = len(group) + 1
+    assert error_of(path=path) == f"{path}:{line}: unknown key {key}; did you mean {meant}?"
 
 
 def test_distant_keys_get_no_suggestion(written):
@@ -203,7 +241,8 @@ def test_distant_keys_get_no_suggestion(written):
 def test_wrong_types_are_rejected(written, key, value, message):
     assert error_of([f"--{key}={value}"]) == message
     assert error_of({key: value}) == message
-    assert error_of(path=written(f"{key}: {value}\n")) == message
+    path = written(f"seed: 1\n{key}: {value}\n")
+    assert error_of(path=path) == f"{path}:2: {message}"
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
@@ -233,6 +272,52 @@ ADAM = {"train.optimizer": "adam"}
 ])  # fmt: skip
 def test_values_out_of_range_are_rejected(overrides, message):
     assert message in error_of(overrides)
+
+
+@dataclass
+class Marked:
+    """Options of a part, one of them text."""
+
+    mark: str = "2020"
+    at: int = 2020
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("train.lr", "0", "train.lr must be a number > 0, got 0.0"),
+    ("train.precision", "fp64", "train.precision must be one of auto, fp32, tf32, bf16, fp16, got"),
+    ("negatives.sides", "tail", "negatives.sides tail: with model.reciprocal true, head queries"),
+    ("model.options", "{p: 1}", "model.options.p is no option of complex, which has none"),
+    ("loss.regularizers", "{dura: x}", "loss.regularizers.dura"),
+    ("data.split", "{by: lst}", "data.split.by must be one of random, head, time, last, got 'lst'"),
+    ("negatives.head_count", "3", "negatives.head_count 3 has no effect here"),
+    ("negatives.count", "3", "negatives.count 3 has no effect here"),
+])  # fmt: skip
+def test_error_of_a_value_names_its_line(written, key, value, message):
+    regime = "negatives.regime: 1vsall" if "count" in key else "seed: 1"
+    path = written(f"{regime}\n{key}: {value}\n")
+    assert error_of(path=path).startswith(f"{path}:2: {message}")
+
+
+def test_key_that_stands_nested_and_dotted_is_rejected_with_both_lines(written):
+    path = written("train: {lr: 0.1}\ntrain.lr: 0.2\n")
+    assert error_of(path=path).startswith(f"{path}:2: train.lr stands here and in {path}:1; keep")
+
+
+def test_text_that_looks_like_a_number_stays_text(written):
+    """Also in the options of parts, whose types only their classes know."""
+    path = written('run: {trackers: {wandb: "123"}}\n')
+    assert load_config(path).run.trackers.wandb == "123"
+    assert load_config(None, ["--run.trackers.wandb", "123"]).run.trackers.wandb == "123"
+    assert load_config(None, {"run.trackers.wandb": "123"}).run.trackers.wandb == "123"
+    assert load_config(None, ["--run.trackers.wandb", "null"]).run.trackers.wandb is None
+    labels = load_config(None, ["--data.labels.id_column=0", "--data.labels.label_column=a"])
+    assert (labels.data.labels.id_column, labels.data.labels.label_column) == (0, "a")
+    assert parse_options(Marked, {"mark": Typed("2020"), "at": Typed("2020")}, "x") == Marked()
+
+
+def test_command_line_may_take_the_effect_from_a_count_of_a_file(written):
+    path = written("negatives: {count: 9}\n")
+    assert load_config(path, ["--negatives.regime", "1vsall"]).negatives.count == 9
 
 
 def test_misleading_suggestions_are_not_made():
@@ -292,14 +377,14 @@ def test_models_that_cannot_be_built_are_rejected(overrides, message):
     ("- a\n", "run.yaml should hold 'key: value' pairs, not a list"),
     ("a: b: c\n", "run.yaml is not valid YAML"),
     ("train: 3\n", "is a group of keys and needs nested 'key: value'"),
-    ("data:\n  path: null\n", "data.path has no value in"),
-    ("data:\n  path: 5\n", "data.path must be text, got 5"),
+    ("data:\n  path: null\n", "run.yaml:2: data.path has no value; write one"),
+    ("data:\n  path: 5\n", "run.yaml:2: data.path must be text, got 5; write text in quotes"),
     ("train: &a\n  lr: *a\n", "nested more than 50 deep, or an anchor stands inside itself"),
     (f"model: {{options: {'{a: ' * 60}1{'}' * 60}}}\n", "nested more than 50 deep"),
     (f"a: {'[' * 5000}{']' * 5000}\n", "is not valid YAML"),
-    ("seed: 1\ntrain: {lr: 1}\nseed: 2\n", "seed stands in line 1 and again in line 3"),
-    ("train: {lr: 1, lr: 2}\n", "the key lr stands in line 1 and again in line 1"),
-    ("data: {path: 2024-99-99}\n", "a value cannot be read: month must be in 1..12"),
+    ("seed: 1\ntrain: {lr: 1}\nseed: 2\n", "run.yaml:3: the key seed stands here and in line 1; "),
+    ("train: {lr: 1, lr: 2}\n", "run.yaml:1: the key lr stands here and in line 1"),
+    ("data: {path: 2024-99-99}\n", "run.yaml:1: a value cannot be read: month must be in 1..12"),
 ])  # fmt: skip
 def test_files_that_are_no_configs_are_rejected(written, text, message):
     assert message in error_of(path=written(text))

@@ -17,7 +17,7 @@ from key_effects import Effects, changed, make_graphs, restored
 from training_runs import quiet
 
 from kge_torchrec.config import Config, all_keys
-from kge_torchrec.config.keys import Part, declared, key_of
+from kge_torchrec.config.keys import declared, key_of
 from kge_torchrec.config.options import options_help
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.distributed.processes import processes
@@ -311,14 +311,13 @@ def effects(tmp_path_factory):
 
 def test_table_has_every_key():
     """If a key is missing here, see the head of this file."""
-    options: set[str] = set()
+    keys = set(all_keys())
     for key, item in declared(Config).items():
-        of = key_of(item).options
-        owners = [] if of is None else [of]
-        if isinstance(of, Part):  # a case takes the options of a part from outside as a whole
-            owners = [resolve(of.kind, name) for name in KINDS[of.kind].ours]
-        options |= {f"{key}.{o.name}" for owner in owners for o in options_help(owner)}
-    keys = set(all_keys()) - {name.rpartition(".")[0] for name in options} | options
+        part = key_of(item).part
+        names = () if part is None else KINDS[part.kind].ours
+        options = {f"{key}.{o.name}" for x in names for o in options_help(resolve(part.kind, x))}
+        # a case takes the options of a part from outside as a whole
+        keys = (keys - {key}) | options if options else keys
     there = {case.key for case in CASES} - {"train.optimizer_options"}
     assert keys - there == set(), "CASES has no entry for these keys"
     assert there - keys == set(), "CASES has entries for what is no key"

@@ -1,26 +1,49 @@
-"""``kge-torchrec list``: the parts that a config can name, with their options.
+"""``kge-torchrec list``: the keys of a config, and the parts that it can name with their options.
 
 The names, formulas, types, defaults and help texts come from the classes.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
+import json
 import textwrap
-from typing import Any
+from typing import Any, Literal
 
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.describe import json_schema, keys_help, keys_page
 from kge_torchrec.config.options import Option, options_help
 from kge_torchrec.config.registry import KINDS, resolve
 
+Listed = Literal[
+    "keys", "scorer", "loss", "regularizer", "table_optimizer", "schedule", "reader",
+    "negative_sampler",
+]  # fmt: skip
 
-def add(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("kind", choices=tuple(KINDS))
-    verb.add_argument("name", nargs="?", help="name of a part, or package.module:Class")
 
+def list_parts(
+    kind: Listed,
+    name: str | None = None,
+    /,
+    *,
+    format: Literal["text", "markdown", "json-schema"] = "text",
+) -> int:
+    """List the keys of a config, or the scorers, losses and other parts that it can name.
 
-def run(parsed: argparse.Namespace) -> int:
-    print(listing(parsed.kind, parsed.name))
+    Args:
+        kind: keys of a config, or a kind of part
+        name: name of a part, or package.module:Class
+        format: markdown: a table; json-schema: for editors that complete keys of a config
+    """
+    if kind == "keys":
+        if name is not None:
+            raise ConfigError("list keys lists all of them; leave the name out")
+        texts = {"text": keys_help, "markdown": keys_page}
+        print(texts[format]() if format in texts else json.dumps(json_schema(), indent=1))
+        return 0
+    if format == "json-schema" or (format == "markdown" and name is not None):
+        raise ConfigError(f"--format {format} has no effect here; leave it out")
+    print(listing(kind, name) if format == "text" else options_table(kind))
     return 0
 
 

@@ -97,7 +97,7 @@ def _report(run: Run) -> int:
         f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB per rank\n"
         f"run folder: {run.path}"
     )
-    url = run.config.checkpoint.saving.copy_to
+    url = run.config.checkpoint.options.copy_to
     if url is not None and not (problem := copy_problem(run.path)):
         print(f"copy of the run: {url}")
     return int(url is not None and bool(problem))

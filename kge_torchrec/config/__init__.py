@@ -14,14 +14,13 @@ import yaml
 
 from kge_torchrec.config.checks import ConfigError, between, choice, least
 from kge_torchrec.config.data import DataConfig, NegativesConfig
-from kge_torchrec.config.entities import ENGINE_NAMES, EntitiesConfig
+from kge_torchrec.config.entities import ENGINE_NAMES, INIT_NAMES, EntitiesConfig
 from kge_torchrec.config.keys import (
     PER_START,
     Condition,
     Facts,
     check_values,
     declared,
-    documented,
     fixed,
     key,
 )
@@ -45,7 +44,6 @@ from kge_torchrec.config.sizing import (
 )
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.config.training import OPTIMIZER_NAMES, EvaluationConfig, TrainConfig
-from kge_torchrec.config.type_tables import INIT_NAMES
 
 __all__ = [
     "ENGINE_NAMES",
@@ -77,7 +75,6 @@ def _leaves_open(config: Any, _: Facts) -> bool:
     return open_count or config.model.dim is None or config.train.epochs is None
 
 
-@documented
 @dataclass(frozen=True)
 class Config:
     """The config of a run, with one field per section."""
@@ -245,7 +242,7 @@ class Config:
     @property
     def freezes(self) -> bool:
         """Whether some rows are frozen."""
-        return self.train.extended.freeze != "none" or self.model.vectors.frozen
+        return self.train.extension.freeze != "none" or self.model.init_options.frozen
 
     def captures(self, on_cuda: bool, world_size: int, has_features: bool) -> bool:
         """Return whether a CUDA graph holds the scores of a step; with auto, wherever one can.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Optional, TypeAlias, Union
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kge_torchrec.errors import KGEError
 
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     PickedNumber: TypeAlias = float
     PickedText: TypeAlias = str
 else:
-    PickedInt = Optional[int]  # noqa: UP045 - jsonargparse on Python 3.10
-    PickedFloat = Optional[float]  # noqa: UP045
-    PickedNumber = Optional[Union[int, float]]  # noqa: UP007, UP045
-    PickedText = Optional[str]  # noqa: UP045
+    PickedInt = int | None
+    PickedFloat = float | None
+    PickedNumber = int | float | None
+    PickedText = str | None
 PICKED: Any = None
 
 
@@ -36,18 +37,6 @@ def check(ok: bool, key: str, expected: str, value: Any) -> None:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
 
 
-def positive(key: str, value: float | None) -> None:
-    """Raise ConfigError unless a value is null or a finite number > 0."""
-    if value is not None:
-        check(math.isfinite(value) and value > 0, key, "a number > 0", value)
-
-
-def not_negative(key: str, value: float | None) -> None:
-    """Raise ConfigError unless a value is null or a finite number >= 0."""
-    if value is not None:
-        check(math.isfinite(value) and value >= 0, key, "a number >= 0", value)
-
-
 def at_least(key: str, value: int | None, least: int) -> None:
     """Raise ConfigError unless a value is null or at least ``least``."""
     if value is not None:
@@ -61,11 +50,6 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")
-
-
-def check_share(key: str, value: float) -> None:
-    """Raise ConfigError unless a value is in [0, 1)."""
-    check(0 <= value < 1, key, "in [0, 1)", value)
 
 
 def is_url(value: Any) -> bool:
@@ -87,19 +71,47 @@ def check_url(key: str, value: str) -> None:
     check(is_whole and "::" not in value, key, example, value)
 
 
-# Checks for `key`, each made once and called with the dotted key and its value.
+@dataclass(frozen=True)
+class Check:
+    """A check of a key: raises ConfigError for a bad value, and says the same to editors.
+
+    Args:
+        apply: Takes the dotted key and its value.
+        schema: What a JSON schema says of good values.
+    """
+
+    apply: Callable[[str, Any], None]
+    schema: dict[str, Any]
+
+    def __call__(self, key: str, value: Any) -> None:
+        """Raise ConfigError for a bad value; null is good."""
+        if value is not None:
+            self.apply(key, value)
 
 
-def choice(*choices: str) -> Callable[[str, Any], None]:
-    """Return the check that a value is one of these."""
-    return lambda key, value: one_of(key, value, choices)
-
-
-def least(bound: int) -> Callable[[str, Any], None]:
-    """Return the check that an integer is at least this."""
-    return lambda key, value: at_least(key, value, bound)
-
-
-def between(expected: str, holds: Callable[[Any], bool]) -> Callable[[str, Any], None]:
+def between(
+    expected: str, holds: Callable[[Any], bool], schema: dict[str, Any] | None = None
+) -> Check:
     """Return the check that a value satisfies ``holds``, which ``expected`` says in words."""
-    return lambda key, value: check(holds(value), key, expected, value)
+    return Check(lambda key, value: check(holds(value), key, expected, value), schema or {})
+
+
+def choice(*choices: str) -> Check:
+    """Return the check that a value is one of these."""
+    return Check(lambda key, value: one_of(key, value, choices), {"enum": list(choices)})
+
+
+def least(bound: int) -> Check:
+    """Return the check that an integer is at least this."""
+    return Check(lambda key, value: at_least(key, value, bound), {"minimum": bound})
+
+
+positive = between(
+    "a number > 0", lambda value: math.isfinite(value) and value > 0, {"exclusiveMinimum": 0}
+)
+not_negative = between(
+    "a number >= 0", lambda value: math.isfinite(value) and value >= 0, {"minimum": 0}
+)
+check_share = between(
+    "in [0, 1)", lambda share: 0 <= share < 1, {"minimum": 0, "exclusiveMaximum": 1}
+)

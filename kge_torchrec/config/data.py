@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -20,14 +20,11 @@ from kge_torchrec.config.keys import (
     Part,
     Resume,
     check_values,
-    documented,
     fixed,
     key,
     only_with,
     only_without,
     options_in,
-    options_key,
-    parsed,
 )
 from kge_torchrec.config.registry import check_name
 
@@ -69,7 +66,7 @@ def _in_splits(option: str) -> tuple[Condition, Condition]:
     ways = [way for way, options in SPLITTERS.items() if option in options]
     chosen = Condition(
         f"data.split.by {' or '.join(ways)}",
-        lambda config, _: config.data.split.get("by", "random") in ways,
+        lambda config, _: config.data.split.by in ways,
     )
     return NOT_A_STORE, chosen
 
@@ -88,18 +85,21 @@ class SplitOptions:
         "ones of each head are test).",
         check=choice(*SPLITTERS),
         acts=NOT_A_STORE,
+        resume=IN_STORE,
     )
     ratio: tuple[float, ...] = key(
         (0.9, 0.05, 0.05),
         "Shares of train, valid and test.",
         check=between("three shares that sum to 1, the first above 0", _shares),
         acts=_in_splits("ratio"),
+        resume=IN_STORE,
     )
     count: int = key(
         1,
         "Triples of each head in test, and as many before them in valid; 1: leave the last out.",
         check=least(1),
         acts=_in_splits("count"),
+        resume=IN_STORE,
     )
 
 
@@ -107,24 +107,30 @@ class SplitOptions:
 class LabelOptions:
     """Options of ``data.labels``: files that give ids their labels."""
 
-    entities: Optional[str] = key(  # noqa: UP045
+    entities: str | None = key(
         None,
         "File of the ids and labels of entities; none: triples have labels; null: a file beside "
         "the triples (entity2id.txt, entities.dict, entity_ids.del, ...), if they have its ids.",
         acts=NOT_A_STORE,
+        resume=IN_STORE,
     )
-    relations: Optional[str] = key(  # noqa: UP045
+    relations: str | None = key(
         None,
         "File of the ids and labels of relations; none and null as for entities.",
         acts=NOT_A_STORE,
+        resume=IN_STORE,
     )
-    id_column: Optional[Union[int, str]] = key(  # noqa: UP007, UP045
+    id_column: int | str | None = key(
         None,
         "Column of the ids, by name or position from 0; null: the one of numbers.",
         acts=NOT_A_STORE,
+        resume=IN_STORE,
     )
-    label_column: Optional[Union[int, str]] = key(  # noqa: UP007, UP045
-        None, "Column of the labels; null: the other one.", acts=NOT_A_STORE
+    label_column: int | str | None = key(
+        None,
+        "Column of the labels; null: the other one.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
     )
 
 
@@ -135,7 +141,6 @@ class NoOptions:
     name = "data.reader null"
 
 
-@documented
 @dataclass(frozen=True)
 class DataConfig:
     """The source of the triples and how it is read."""
@@ -151,22 +156,18 @@ class DataConfig:
             _is_another_graph,
         ),
     )
-    split: dict[str, Any] = options_key(
-        SplitOptions,
-        "How triples without splits are split: by (random, head, time or last), ratio and count.",
-        resume=IN_STORE,
-    )
-    columns: Optional[Union[str, dict[str, Any]]] = reading_key(  # noqa: UP007, UP045
+    split: SplitOptions = field(default_factory=SplitOptions)
+    columns: str | dict[str, Any] | None = reading_key(
         None,
         "The column of head, relation, tail, weight, time, head_type or tail_type, by name or by "
         "position from 0: head=user_id,tail=item_id. weight may be {RELATION: WEIGHT}, for "
         "relations from a column. null: known words, or the order.",
     )
-    relation: Optional[str] = reading_key(  # noqa: UP045
+    relation: str | None = reading_key(
         None,
         "The relation of all triples, for files of two columns; null: a column has it.",
     )
-    has_header: Optional[bool] = reading_key(  # noqa: UP045
+    has_header: bool | None = reading_key(
         None,
         "Whether text files start with a header; null: recognized by its first lines.",
     )
@@ -182,7 +183,7 @@ class DataConfig:
             ),
         ),
     )
-    quotes: Optional[bool] = reading_key(  # noqa: UP045
+    quotes: bool | None = reading_key(
         None,
         "Whether quotes around a field may hold separators and line ends; null: yes, except "
         "between tabs or blanks. false reads quotes as text.",
@@ -207,11 +208,7 @@ class DataConfig:
         "Condition on columns for the rows that are read, such as rating >= 4 and kind in "
         "['buy', 'view']; empty: all rows.",
     )
-    labels: dict[str, Any] = options_key(
-        LabelOptions,
-        "Files of the labels of ids: entities, relations, id_column and label_column.",
-        resume=IN_STORE,
-    )
+    labels: LabelOptions = field(default_factory=LabelOptions)
     literals: str = reading_key(
         "drop",
         "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
@@ -229,35 +226,33 @@ class DataConfig:
         check=choice("ignore", "loss"),
         resume=fixed(),
     )
-    types: Optional[str] = reading_key(  # noqa: UP045
+    types: str | None = reading_key(
         None,
         "Types of entities: prefix (of labels such as user:17); a file of lines entity, tab, type; "
         "or a relation from entities to types, such as rdf:type, whose triples are taken out. "
         "null: none, unless files have columns head_type and tail_type or data.path is a "
         "description of a typed graph.",
     )
-    features: Optional[str] = reading_key(  # noqa: UP045
+    features: str | None = reading_key(
         None,
         "A file of lines entity, tab, feature, and perhaps a tab and a weight: vectors of features "
         "(genres, tags, words) are added to those of entities; null: none.",
     )
-    reader: Optional[str] = reading_key(  # noqa: UP045
+    reader: str | None = reading_key(
         None,
         "package.module:Class that reads the files; null: chosen by their names.",
     )
-    reader_options: dict[str, Any] = options_key(
-        Part("reader", "reader", NoOptions),
+    reader_options: dict[str, Any] = key(
+        dict,
         "Options of data.reader.",
         resume=IN_STORE,
+        part=Part("reader", "reader", NoOptions),
     )
 
     def __post_init__(self) -> None:
         check_values(self, "data.")
         if self.reader is not None:
             options_in(self, "reader_options", "data.")  # some may have no default
-
-    splitting = parsed(SplitOptions, "data.split")
-    label_options = parsed(LabelOptions, "data.labels")
 
 
 _SAMPLED = only_with("negatives.regime", "sampled")
@@ -278,7 +273,7 @@ _KEEPS_FEWER = Condition("negatives.count above negatives.hardest", _keeps_fewer
 class Among:
     """Options of ``negatives.among``."""
 
-    types: Optional[str] = key(  # noqa: UP045
+    types: str | None = key(
         None,
         "File of lines entity, tab, type; null: the types that the store has by data.types.",
         acts=only_with("negatives.among", "types"),
@@ -292,7 +287,6 @@ class Among:
     )
 
 
-@documented
 @dataclass(frozen=True)
 class NegativesConfig:
     """The entities that a positive is compared with."""
@@ -311,13 +305,13 @@ class NegativesConfig:
         check=least(1),
         acts=_DRAWN,
     )
-    head_count: Optional[int] = key(  # noqa: UP045
+    head_count: int | None = key(
         None,
         "Sampled entities of head queries; null: negatives.count.",
         check=least(1),
         acts=(_SAMPLED, only_without("negatives.sides", "tail")),
     )
-    in_batch: Union[bool, str] = key(  # noqa: UP007
+    in_batch: bool | str = key(
         False,
         "Use the answers of a chunk's other triples as candidates too: true; same_relation (only "
         "of triples with the same relation, as TwHIN does); false.",
@@ -362,7 +356,7 @@ class NegativesConfig:
         acts=_DRAWN,
     )
     filtered: bool = key(False, "Never use a known training triple as a negative.")
-    among: Optional[str] = key(  # noqa: UP045
+    among: str | None = key(
         None,
         "Entities to draw from: all; seen (with the relation and side); types (of the answer). "
         "Queries without such entities use all. 1vsall, kvsall and allvsall "
@@ -370,11 +364,7 @@ class NegativesConfig:
         "type and the other settings allow it, otherwise all.",
         check=choice(*AMONG),
     )
-    among_options: dict[str, Any] = options_key(
-        Among,
-        "Options of negatives.among: types, a file, and share, the part of the negatives that it "
-        "restricts.",
-    )
+    among_options: Among = field(default_factory=Among)
     max_answers: int = key(
         1024,
         "Answers of a query per step; every epoch draws others at random from more; 0: all, "
@@ -382,13 +372,12 @@ class NegativesConfig:
         check=least(0),
         acts=only_with("negatives.regime", "kvssample"),
     )
-    options: dict[str, Any] = options_key(
-        Part("negative_sampler", "sampling"),
+    options: dict[str, Any] = key(
+        dict,
         "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec list "
         "negative_sampler` lists them.",
+        part=Part("negative_sampler", "sampling"),
     )
-
-    restriction = parsed(Among, "negatives.among_options")
 
     def __post_init__(self) -> None:
         check_values(self, "negatives.")
@@ -427,7 +416,7 @@ class NegativesConfig:
             )
 
     def _check_among(self) -> None:
-        among, said, options = self.among, f"negatives.among {self.among}", self.restriction
+        among, said, options = self.among, f"negatives.among {self.among}", self.among_options
         if among in (None, "all"):
             return
         if self.is_full and among == "types":

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from kge_torchrec.config.checks import ConfigError, between, choice, least
+from kge_torchrec.config.checks import (
+    PICKED,
+    ConfigError,
+    PickedFloat,
+    PickedText,
+    between,
+    choice,
+    least,
+    positive,
+)
 from kge_torchrec.config.keys import (
     Resume,
     check_values,
-    documented,
     fixed,
     key,
     only_with,
-    options_key,
-    parsed,
 )
-from kge_torchrec.config.type_tables import TypeTable
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import check_name, resolve
+from kge_torchrec.config.sizing import rate_of, scale_of
 
 ENGINE_NAMES = ("torchrec", "handrolled")
 PRESETS = ("fbgemm", "dicee", "dgl")
 _OPTIMIZERS = {"dicee": ("adam",), "dgl": ("adam", "adagrad")}  # that the system has
+
+INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
 def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
@@ -63,9 +73,14 @@ class PlacementOptions:
         "Parts that the table is cut into. Epochs with more parts read and write more.",
         check=least(2),
         acts=_ON_DISK,
+        resume=_AT_EPOCH_END,
     )
     buffer: int = key(
-        4, "Parts in memory at a time, at most as many as there are.", check=least(2), acts=_ON_DISK
+        4,
+        "Parts in memory at a time, at most as many as there are.",
+        check=least(2),
+        acts=_ON_DISK,
+        resume=_AT_EPOCH_END,
     )
     passes: int = key(
         1,
@@ -73,16 +88,81 @@ class PlacementOptions:
         "More mix the triples better, and read and write as many times as much.",
         check=least(1),
         acts=_ON_DISK,
+        resume=_AT_EPOCH_END,
     )
     cache_ratio: float = key(
         0.2,
         "Share of the rows in the cache on the GPU.",
         check=between("a number between 0 and 1", lambda ratio: 0 < ratio < 1),
         acts=only_with("entities.placement", MANAGED),
+        resume=_AT_EPOCH_END,
     )
 
 
-@documented
+@dataclass(frozen=True)
+class TypeTable:
+    """Settings of the entities of one type."""
+
+    optimizer: PickedText = key(PICKED, "Optimizer of the table; null: train.optimizer.")
+    lr: PickedFloat = key(
+        PICKED,
+        "Learning rate; null: train.lr, or what suits an optimizer that is given here.",
+        check=positive,
+    )
+    optimizer_options: dict[str, Any] = key(
+        dict, "Options of the optimizer; null: those of train, unless an optimizer is given here."
+    )
+    init: PickedText = key(
+        PICKED,
+        "Distribution of the initial values; null: model.init.",
+        check=choice(*INIT_NAMES),
+    )
+    init_scale: PickedFloat = key(
+        PICKED,
+        "Scale of the initial values; null: model.init_scale, or what is usual for an init that is "
+        "given here.",
+        check=positive,
+    )
+
+    @classmethod
+    def parse(cls, name: str, values: Any) -> TypeTable:
+        """Return the settings of a type from ``entities.tables``.
+
+        Raises:
+            ConfigError: A setting is unknown or out of range.
+        """
+        table: TypeTable = parse_options(cls, values or {}, f"entities.tables.{name}")
+        if table.optimizer is not None:
+            check_name("table_optimizer", table.optimizer)
+        return table
+
+    def completed(self, name: str, train: Any, model: Any) -> TypeTable:
+        """Return the settings with those of all entities where they are null.
+
+        Args:
+            name: The type.
+            train: The section ``train`` of the config, without nulls.
+            model: The section ``model`` of the config, without nulls.
+        """
+        same = self.optimizer in (None, train.optimizer)
+        optimizer = train.optimizer if self.optimizer is None else self.optimizer
+        options = self.optimizer_options or (train.optimizer_options if same else {})
+        init = model.init if self.init is None else self.init
+        scale = model.init_scale if init == model.init else scale_of(init)
+        return replace(
+            self,
+            optimizer=optimizer,
+            lr=self.lr or (train.lr if same else rate_of(optimizer)),
+            optimizer_options=parse_options(
+                resolve("table_optimizer", optimizer),
+                options,
+                f"entities.tables.{name}.optimizer_options",
+            ),
+            init=init,
+            init_scale=self.init_scale or scale,
+        )
+
+
 @dataclass(frozen=True)
 class EntitiesConfig:
     """The backend that holds the entity table."""
@@ -100,10 +180,7 @@ class EntitiesConfig:
         acts=only_with("entities.engine", "handrolled"),
         resume=fixed("it changes what the states of the optimizer mean; start a new run"),
     )
-    exchange: dict[str, Any] = options_key(
-        Exchange,
-        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8).",
-    )
+    exchange: Exchange = field(default_factory=Exchange)
     placement: str = key(
         "memory",
         "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk, "
@@ -113,13 +190,8 @@ class EntitiesConfig:
         check=choice("memory", "disk", MANAGED),
         resume=_AT_EPOCH_END,
     )
-    placement_options: dict[str, Any] = options_key(
-        PlacementOptions,
-        "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
-        "all parts in an epoch). Of managed_caching: cache_ratio.",
-        resume=_AT_EPOCH_END,
-    )
-    tables: Optional[dict[str, Any]] = key(  # noqa: UP045
+    placement_options: PlacementOptions = field(default_factory=PlacementOptions)
+    tables: dict[str, Any] | None = key(
         None,
         "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
         "0.01}, item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types "
@@ -131,14 +203,11 @@ class EntitiesConfig:
         ),
     )
 
-    traffic = parsed(Exchange, "entities.exchange")
-    storage = parsed(PlacementOptions, "entities.placement_options")
-
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
         check_values(self, "entities.")
-        storage = self.storage
+        storage = self.placement_options
         if storage.buffer > storage.parts:
             raise ConfigError(
                 f"entities.placement_options.buffer: {storage.buffer} parts in memory of "
@@ -153,7 +222,7 @@ class EntitiesConfig:
     @property
     def cache_ratio(self) -> float:
         """Share of the rows that a GPU caches of a table in main memory; 0 for other places."""
-        return self.storage.cache_ratio if self.placement == MANAGED else 0.0
+        return self.placement_options.cache_ratio if self.placement == MANAGED else 0.0
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""

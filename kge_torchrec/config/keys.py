@@ -6,26 +6,25 @@ The dataclass field is the only place where a key is described. Its help goes in
 and the docs; ``check_values`` applies its check; ``check_effects`` refuses a value without effect;
 ``check_resume`` refuses a change that a resumed run could not follow.
 
-A key of type dict may hold the options of an owner, a class with a dataclass ``Options``. The
-fields of ``Options`` may be declared by ``key`` as well, so that the same rules hold for them.
+A field whose default is made by a dataclass is a group of keys, such as ``model.dropout``. A key
+with a ``Part`` holds the options of the class that another key names, such as ``model.options``.
+The fields of that class's ``Options`` may be declared by ``key``, and the same rules hold for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from functools import cache, cached_property
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.options import as_yaml, checked_type, hints, parse_options
 from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
-Section = TypeVar("Section")
-Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class Condition(NamedTuple):
 
 def only_with(other: str, *values: Any) -> Condition:
     """Return the condition that another key has one of these values."""
-    listed = " or ".join(_as_yaml(value) for value in values)
+    listed = " or ".join(as_yaml(value) for value in values)
     return Condition(f"{other} {listed}", lambda config, _: attrgetter(other)(config) in values)
 
 
 def only_without(other: str, value: Any, words: str = "") -> Condition:
     """Return the condition that another key has any value but this one."""
-    said = words or f"{other} other than {_as_yaml(value)}"
+    said = words or f"{other} other than {as_yaml(value)}"
     return Condition(said, lambda config, _: attrgetter(other)(config) != value)
 
 
@@ -110,11 +109,7 @@ class Key(NamedTuple):
     check: Callable[[str, Any], None] | None
     acts: tuple[Condition, ...]
     resume: Resume
-    options: Any = None  # the owner of the options that the key holds: a class or a Part
-
-    def owner(self, section: Any) -> Any:
-        """Return the class that owns the options in this key, or None."""
-        return self.options.owner(section) if isinstance(self.options, Part) else self.options
+    part: Part | None = None  # the owner of the options that the key holds
 
 
 def key(
@@ -124,6 +119,7 @@ def key(
     check: Callable[[str, Any], None] | None = None,
     acts: Condition | tuple[Condition, ...] = (),
     resume: Resume = MAY_CHANGE,
+    part: Part | None = None,
 ) -> Any:
     """Return a dataclass field for a key of the config.
 
@@ -133,35 +129,13 @@ def key(
         check: Raises ConfigError for a bad value; takes the dotted key and a value other than null.
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
+        part: The owner of the options that it holds.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
-    metadata = {"key": Key(help, check, conditions, resume)}
+    metadata = {"key": Key(help, check, conditions, resume, part)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def options_key(owner: Any, help: str, resume: Resume = MAY_CHANGE) -> Any:
-    """Return a dataclass field for a key that holds options.
-
-    Args:
-        owner: Owner of the options, a class or a `Part`; None: the section checks them.
-        help: One sentence for people, with the names of options.
-        resume: Whether the options may change when a run resumes.
-    """
-    rules = Key(help, None, (), resume, owner)
-    return field(default_factory=dict, metadata={"key": rules})
-
-
-def documented(section: type[Section]) -> type[Section]:
-    """Add the help of all keys to the docstring of a section, where ``--help`` looks for them."""
-    lines = [
-        f"    {item.name}: {key_of(item).help}"
-        for item in fields(section)  # type: ignore[arg-type]
-        if "key" in item.metadata
-    ]
-    section.__doc__ = f"{section.__doc__}\n\nArgs:\n" + "\n".join(lines)
-    return section
 
 
 def key_of(item: Field[Any]) -> Key:
@@ -169,47 +143,66 @@ def key_of(item: Field[Any]) -> Key:
     return item.metadata["key"]
 
 
+def group_of(item: Field[Any]) -> Any:
+    """Return the dataclass of a field that is a group of keys, or None."""
+    made_by: Any = item.default_factory
+    return made_by if hasattr(made_by, "__dataclass_fields__") else None
+
+
+def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a dataclass of keys with some values, by dotted key, and defaults for the others.
+
+    Raises:
+        ConfigError: A value has a wrong type or is out of range.
+    """
+    made: dict[str, Any] = {}
+    for item in fields(cls):
+        name, group = prefix + item.name, group_of(item)
+        if group is not None:
+            made[item.name] = build(group, values, f"{name}.")
+        elif name in values:
+            value, part = values[name], key_of(item).part
+            if part is None or not isinstance(value, Mapping):
+                value = checked_type(value, hints(cls)[item.name], name)
+            made[item.name] = value  # the part that a section names types its options
+    return cls(**made)
+
+
 def check_values(section: Any, prefix: str) -> None:
-    """Apply the check of every key of a section, and of every option in it.
+    """Apply the check of every key of a section and its groups; give options of parts their types.
 
     Raises:
         ConfigError: A value is out of range, or an option is unknown.
     """
     for item in fields(section):
-        if "key" not in item.metadata:
-            continue
-        value, rules = getattr(section, item.name), key_of(item)
-        if rules.check is not None and value is not None:
-            rules.check(f"{prefix}{item.name}", value)
-        if rules.options is not None and value:
-            chosen = {name: option for name, option in value.items() if option is not None}
-            object.__setattr__(section, item.name, chosen)
-            if chosen:
-                options_in(section, item.name, prefix)
+        name, value, group = prefix + item.name, getattr(section, item.name), group_of(item)
+        if group is not None:
+            if isinstance(value, Mapping):  # as Python code may give it
+                value = parse_options(group, value, name)
+                object.__setattr__(section, item.name, value)
+            check_values(value, f"{name}.")
+        elif "key" in item.metadata:
+            rules = key_of(item)
+            if rules.check is not None and value is not None:
+                rules.check(name, value)
+            if rules.part is not None and value:
+                chosen = [option for option in value if value[option] is not None]
+                options = options_in(section, item.name, prefix)
+                value = {option: getattr(options, option) for option in chosen}
+                object.__setattr__(section, item.name, value)
 
 
 def options_in(section: Any, name: str, prefix: str) -> Any:
-    """Return the options in a key, with their defaults, as the owner's ``Options``.
+    """Return the options of a part, with their defaults, as its ``Options``.
 
     Args:
         section: The section of the config.
         name: The field that holds the options.
         prefix: Name of the section and a dot, for messages.
     """
-    rules = key_of(section.__dataclass_fields__[name])
-    values, owner = getattr(section, name), rules.owner(section)
-    return parse_options(owner, values, f"{prefix}{name}")
-
-
-def parsed(owner: type[Options], key: str) -> cached_property[Options]:
-    """Return a property of a section: the options in one of its keys, with their defaults.
-
-    Args:
-        owner: The class that owns the options.
-        key: The dotted key.
-    """
-    section, name = key.split(".")
-    return cached_property(lambda config: options_in(config, name, f"{section}."))
+    part = key_of(section.__dataclass_fields__[name]).part
+    assert part is not None
+    return parse_options(part.owner(section), getattr(section, name), f"{prefix}{name}")
 
 
 @cache
@@ -217,12 +210,36 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
     """Return the field of every dotted key of a config class, in order."""
     results: dict[str, Field[Any]] = {}
     for item in fields(of):
-        nested: Any = item.default_factory
-        if hasattr(nested, "__dataclass_fields__"):
-            results.update(declared(nested, f"{prefix}{item.name}."))
-        else:
+        group = group_of(item)
+        if group is None:
             results[prefix + item.name] = item
+        else:
+            results.update(declared(group, f"{prefix}{item.name}."))
     return results
+
+
+def type_of(cls: Any, name: str) -> Any:
+    """Return the type of a dotted key of a config class."""
+    *groups, own = name.split(".")
+    for group in groups:
+        cls = group_of(cls.__dataclass_fields__[group])
+    return hints(cls)[own]
+
+
+def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a config, or a section of one, with other values for some dotted keys."""
+    if not values:
+        return config
+    groups: dict[str, dict[str, Any]] = {}
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, rest = name.partition(".")
+        if rest:
+            groups.setdefault(group, {})[rest] = value
+        else:
+            changed[name] = value
+    changed |= {name: replace_keys(getattr(config, name), new) for name, new in groups.items()}
+    return replace(config, **changed)
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -242,8 +259,8 @@ def without_effect(
         failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
         if failing is not None:
             results[name] = (
-                f"{name} {_as_yaml(value)} has no effect here: it acts only with {failing.words}; "
-                f"change that, or leave {name} at its default, {_as_yaml(default_of(item))}"
+                f"{name} {as_yaml(value)} has no effect here: it acts only with {failing.words}; "
+                f"change that, or leave {name} at its default, {as_yaml(default_of(item))}"
             )
     return results
 
@@ -254,7 +271,7 @@ def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str,
     for name in known if keys is None else keys:
         value, rules = attrgetter(name)(config), key_of(known[name])
         yield name, value, known[name]
-        if rules.options is None or not value:
+        if rules.part is None or not value:
             continue
         group, _, own = name.rpartition(".")
         options = options_in(attrgetter(group)(config), own, f"{group}.")
@@ -265,7 +282,7 @@ def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str,
 
 def _complete(config: Config, name: str) -> Any:
     """Return the value of a key; that of options includes their defaults."""
-    if key_of(declared(config.__class__)[name]).options is None:
+    if key_of(declared(config.__class__)[name]).part is None:
         return attrgetter(name)(config)
     section, _, key = name.rpartition(".")
     return asdict(options_in(attrgetter(section)(config), key, f"{section}."))
@@ -321,11 +338,3 @@ def check_resume(
                 f"{name} is {attrgetter(name)(before)!r} in this run and cannot change on resume; "
                 f"{rule.remedy}"
             )
-
-
-def _as_yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Optional
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -17,22 +17,19 @@ from kge_torchrec.config.checks import (
     not_negative,
     positive,
 )
+from kge_torchrec.config.entities import INIT_NAMES
 from kge_torchrec.config.keys import (
     Part,
     check_values,
     default_of,
-    documented,
     fixed,
     key,
     only_with,
     only_without,
     options_in,
-    options_key,
-    parsed,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
-from kge_torchrec.config.type_tables import INIT_NAMES
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 
@@ -72,15 +69,16 @@ class Vectors:
         "orthonormal matrix (random) or onto principal components (pca).",
         check=choice("refuse", "random", "pca"),
         acts=_FROM_VECTORS,
+        resume=INITIAL,
     )
     frozen: bool = key(
         False,
         "Keep entities of model.init_from at their initial values.",
         acts=_FROM_VECTORS,
+        resume=INITIAL,
     )
 
 
-@documented
 @dataclass(frozen=True)
 class ModelConfig:
     """The scorer and its parameters."""
@@ -131,31 +129,20 @@ class ModelConfig:
         "model.dim elements, initially 0.",
         resume=fixed(),
     )
-    dropout: dict[str, Any] = options_key(
-        Dropout,
-        "Dropout probabilities, each 0 by default: entity and relation (rows), input (rows of a "
-        "query), hidden (encoded queries and layers).",
-    )
-    options: dict[str, Any] = options_key(
-        Part("scorer", "scorer"),
+    dropout: Dropout = field(default_factory=Dropout)
+    options: dict[str, Any] = key(
+        dict,
         "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
         resume=fixed(),
+        part=Part("scorer", "scorer"),
     )
-    init_from: Optional[str] = key(  # noqa: UP045
+    init_from: str | None = key(
         None,
         "Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a "
         ".txt of labels, .safetensors or .parquet).",
         resume=INITIAL,
     )
-    init_options: dict[str, Any] = options_key(
-        Vectors,
-        "Options of model.init_from: width (refuse, random or pca: what to do with vectors of "
-        "another width) and frozen (keep these entities).",
-        resume=INITIAL,
-    )
-
-    dropouts = parsed(Dropout, "model.dropout")
-    vectors = parsed(Vectors, "model.init_options")
+    init_options: Vectors = field(default_factory=Vectors)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scorer", canonical(self.scorer))
@@ -167,7 +154,7 @@ class ModelConfig:
     def _check_scorer(self) -> None:
         scorer = resolve("scorer", self.scorer)
         options = options_in(self, "options", "model.")
-        if self.dropouts.hidden and scorer.measures_distance(options):
+        if self.dropout.hidden and scorer.measures_distance(options):
             raise ConfigError(
                 f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
                 "leave it out"
@@ -181,7 +168,6 @@ class ModelConfig:
         return asdict(options_in(self, "options", "model."))
 
 
-@documented
 @dataclass(frozen=True)
 class LossConfig:
     """The loss of a query and the penalties on touched rows."""
@@ -203,15 +189,16 @@ class LossConfig:
         "of relations for softmax training with a linear scorer, otherwise 0.",
         check=not_negative,
     )
-    regularizers: dict[str, Any] = options_key(
-        None,
+    regularizers: dict[str, Any] = key(
+        dict,
         "Other penalties, each with its weight or its options, such as {l2: 0.01, dura: 0.05}; "
         "`kge-torchrec list regularizer` lists them.",
     )
-    options: dict[str, Any] = options_key(
-        Part("loss", "name"),
+    options: dict[str, Any] = key(
+        dict,
         "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
         "loss` lists them.",
+        part=Part("loss", "name"),
     )
 
     def __post_init__(self) -> None:
@@ -274,7 +261,7 @@ class DenseOptions:
         check=choice("full", "grad_op"),
         acts=_IN_PARTS,
     )
-    replicas: Optional[int] = key(  # noqa: UP045
+    replicas: int | None = key(
         None,
         "Groups of ranks that each hold all parameters; null: each host is one.",
         check=least(1),
@@ -285,7 +272,6 @@ class DenseOptions:
     )
 
 
-@documented
 @dataclass(frozen=True)
 class DenseConfig:
     """The distribution of the dense parameters (all parameters of the scorer) over the ranks."""
@@ -297,12 +283,7 @@ class DenseConfig:
         check=choice(*WRAPPERS),
     )
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")
-    options: dict[str, Any] = options_key(
-        DenseOptions,
-        "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload).",
-    )
-
-    settings = parsed(DenseOptions, "dense.options")
+    options: DenseOptions = field(default_factory=DenseOptions)
 
     def __post_init__(self) -> None:
         check_values(self, "dense.")

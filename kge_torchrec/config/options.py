@@ -1,52 +1,149 @@
-"""Read the options of a class, its dataclass ``Options``, from values of a config.
+"""Turn values of files and command lines into dataclasses: ``converted``, ``parse_options``.
 
-The dataclass is the only place of their types, defaults and help texts.
+A part that a config names, such as a scorer, has its options in a dataclass ``Options``, which is
+the only place of their types, defaults and help texts.
 """
 
 from __future__ import annotations
 
-import pickle
+import os
 import re
-from argparse import ArgumentError
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.yaml_file import parse_yaml
 
-if TYPE_CHECKING:  # the import takes a tenth of a second
-    from jsonargparse import ArgumentParser
-
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "a mapping",
-    "NoneType": "null",
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+    NoneType: "null",
 }
+hints = cache(get_type_hints)  # {field: type} of a dataclass
 
 
-class Option(NamedTuple):
-    """One field of an Options class, for people."""
+class Typed(str):
+    """Text as a user typed it on a command line; the type of its key says what it means."""
 
-    name: str
-    kind: str  # "integer", "number or null", ...
-    default: str  # as a config has it
-    help: str
+
+def in_words(hint: Any) -> str:
+    """Return a type in words."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(in_words, get_args(hint)))
+    return _NAMES.get(get_origin(hint) or hint, str(hint))
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value in a line, as a config file writes it; text is not quoted."""
+    if isinstance(value, str | float):
+        return str(value)
+    plain = list(value) if isinstance(value, tuple) else value
+    try:
+        text = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
+    except yaml.YAMLError:  # a Python value that YAML has no form for
+        return str(value)
+    return text.removesuffix("...\n").strip()
+
+
+def checked_type(value: Any, hint: Any, key: str) -> Any:
+    """Return the value of a key in its type.
+
+    Raises:
+        ConfigError: It has another type.
+    """
+    try:
+        return converted(value, hint)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    except TypeError:
+        pass
+    if value is None:
+        raise ConfigError(f"{key} has no value; write one, or leave the key out")
+    quote = ""
+    if str in members(hint) and not isinstance(value, str | list | dict):
+        quote = "; write text in quotes"
+    raise ConfigError(f"{key} must be {in_words(hint)}, got {as_yaml(value)}{quote}")
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """Return a value in a type.
+
+    Raises:
+        TypeError: The value has another type.
+    """
+    kinds = members(hint)
+    if isinstance(value, Typed):
+        return _meant(value, hint, kinds)
+    if hint is Any:
+        return value
+    exact = [one for one in kinds if (get_origin(one) or one) is type(value)]
+    for one in (*exact, *kinds):
+        try:
+            return _one_converted(value, get_origin(one) or one, get_args(one))
+        except (TypeError, ValueError, OverflowError):
+            continue
+    raise TypeError
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _meant(text: Typed, hint: Any, kinds: tuple[Any, ...]) -> Any:
+    """Return what a text of the command line means: text where the key takes only text."""
+    if NoneType in kinds and text in ("null", "~"):
+        return None
+    others = tuple(one for one in kinds if one not in (str, NoneType))
+    if others:
+        try:
+            plain = parse_yaml(text)
+        except yaml.YAMLError:
+            plain = str(text)
+        for value in (plain, str(text)):
+            try:
+                return converted(value, Union[others])  # noqa: UP007 - of a tuple
+            except TypeError:
+                continue
+    if str in kinds:
+        return str(text)
+    raise TypeError
+
+
+def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is Any or (kind is Literal and value in arguments):
+        return value
+    if kind is float and (is_number or isinstance(value, str)):
+        return float(value)  # YAML reads 1e-3 as text
+    if kind is int and is_number and isinstance(value, int):
+        return int(value)
+    if kind in (list, tuple) and isinstance(value, list | tuple):
+        if not arguments:
+            return kind(value)
+        if kind is tuple and Ellipsis not in arguments:
+            return tuple(converted(*pair) for pair in zip(value, arguments, strict=True))
+        return kind(converted(item, arguments[0]) for item in value)
+    if kind is dict and isinstance(value, Mapping):
+        of = arguments[1] if arguments else Any
+        return {name: converted(item, of) for name, item in value.items()}
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
+        return value
+    raise TypeError
 
 
 def settings_of(owner: Any) -> Any:
@@ -54,7 +151,7 @@ def settings_of(owner: Any) -> Any:
     return getattr(owner, "Options", owner)
 
 
-def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
+def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
     """Return the options of a class with some values; null takes the default.
 
     Args:
@@ -66,20 +163,21 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
         ConfigError: An option is unknown, required and missing, of a wrong type or out of range.
     """
     settings: Any = settings_of(owner)
+    of = getattr(owner, "name", "") or owner.__name__
     if not hasattr(settings, "__dataclass_fields__"):
-        raise ConfigError(f"{key}: {_name_of(owner)}.Options must be a dataclass")
+        raise ConfigError(f"{key}: {of}.Options must be a dataclass")
     chosen = {name: value for name, value in values.items() if value is not None}
     known = [item.name for item in fields(settings)]
-    for name in sorted(chosen.keys() - set(known)):
+    for name in sorted(chosen.keys() - set(known), key=str):
         has = f"has {', '.join(known)}" if known else "has none"
-        raise ConfigError(f"{key}.{name} is no option of {_name_of(owner)}, which {has}")
+        raise ConfigError(f"{key}.{name} is no option of {of}, which {has}")
     for item in fields(settings):
         if item.name not in chosen and item.default is item.default_factory is MISSING:
-            raise ConfigError(f"{key}.{item.name}: {_name_of(owner)} has no default for it; set it")
+            raise ConfigError(f"{key}.{item.name}: {of} has no default for it; set it")
+    for name, value in chosen.items():
+        chosen[name] = checked_type(value, hints(settings)[name], f"{key}.{name}")
     try:
-        options = settings(**_typed(settings, chosen)) if chosen else settings()
-    except ArgumentError as error:
-        raise ConfigError(_of_option(str(error), owner, chosen, key)) from None
+        options = settings(**chosen)
     except ConfigError:
         raise
     except ValueError as error:
@@ -91,29 +189,42 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     return options
 
 
-def options_help(owner: Any) -> list[Option]:
-    """Return the options of a class, for its help text."""
-    from docstring_parser import parse as parse_docstring
+class Option(NamedTuple):
+    """One field of an Options class, for people."""
 
+    name: str
+    kind: str  # "integer", "number or null", ...
+    default: str  # as a config has it
+    help: str
+
+
+def options_help(owner: Any) -> list[Option]:
+    """Return the options of a class, with the help of their keys or of the docstring."""
     settings = settings_of(owner)
-    said = {p.arg_name: p.description for p in parse_docstring(settings.__doc__ or "").params}
-    hints = get_type_hints(settings)
+    said = _arguments_in(settings.__doc__ or "")
     options = []
     for item in fields(settings):
-        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name) or ""
-        text = " ".join(text.split())
-        options.append(Option(item.name, _kind(hints[item.name]), _default(item), text))
+        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name, "")
+        kind = re.sub(r"\ban? ", "", in_words(hints(settings)[item.name]))
+        options.append(Option(item.name, kind, _default(item), text))
     return options
 
 
-def wrong_type(message: str) -> str | None:
-    """Return the parser's message about a wrong type in the words of the other errors."""
-    key = re.search(r'Parser key "([\w.]+)"', message)
-    kinds = [_KINDS.get(kind, kind) for kind in re.findall(r"Expected a <class '(\w+)'>", message)]
-    value = re.search(r"(?:Got|Given) value: (.*)$", message)
-    if key and kinds and value:
-        return f"{key[1]} must be {' or '.join(kinds)}, got {value[1]}"
-    return None
+def _arguments_in(docstring: str) -> dict[str, str]:
+    """Return {name: text} of the section Args of a docstring in Google's style."""
+    lines = iter(docstring.expandtabs().splitlines())
+    indent = next((len(x) - len(x.lstrip()) for x in lines if x.strip() == "Args:"), None)
+    said: dict[str, str] = {}
+    name, first = "", None
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if indent is None or (line.strip() and depth <= indent):
+            break
+        first = depth if first is None else first
+        if depth == first and ": " in line:
+            name, _, line = line.strip().partition(": ")
+        said[name] = f"{said.get(name, '')} {line.strip()}".strip()
+    return said
 
 
 def _default(item: Field[Any]) -> str:
@@ -124,62 +235,3 @@ def _default(item: Field[Any]) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> str:
-    """Return the parser's message about an option in the words of the other errors."""
-    named = re.search(r'Parser key "(\w+)', message)
-    if not named:
-        return f"{key}: {message}"
-    name = named[1]
-    wanted = _wanted(get_type_hints(settings_of(owner))[name])
-    return f"{key}.{name} must be {wanted}, got {chosen[name]}"
-
-
-def _typed(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values in the types of the fields; the same values are parsed once per process."""
-    try:
-        key = settings, pickle.dumps(values)
-    except (pickle.PicklingError, TypeError, AttributeError):  # such as a function
-        return _parse(settings, values)
-    if key not in _parsed:
-        _parsed[key] = _parse(settings, values)
-    return deepcopy(_parsed[key])
-
-
-_parsed: dict[tuple[Any, bytes], dict[str, Any]] = {}
-
-
-def _parse(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
-    parser = _parser_of(settings)
-    return vars(parser.instantiate(parser.parse_object(values)))
-
-
-@cache
-def _parser_of(options: Any) -> ArgumentParser:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(options, None)
-    return parser
-
-
-def _kind(hint: Any) -> str:
-    return " or ".join(
-        word.removeprefix("an ").removeprefix("a ") for word in _wanted(hint).split(" or ")
-    )
-
-
-def _wanted(hint: Any) -> str:
-    """Return an annotation in words."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    if origin in (Union, UnionType):
-        return " or ".join(map(_wanted, get_args(hint)))
-    plain = origin or hint
-    return _KINDS.get(getattr(plain, "__name__", ""), str(hint))
-
-
-def _name_of(owner: Any) -> str:
-    return getattr(owner, "name", "") or owner.__name__

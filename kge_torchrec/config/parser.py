@@ -1,26 +1,30 @@
-"""Parse a YAML file and dotted overrides into a Config; errors name the key."""
+"""Read a config from a YAML file and dotted overrides; errors name the key, and file and line."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import os
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 
 from kge_torchrec.config import Config, ConfigError, DataConfig, all_keys
-from kge_torchrec.config.keys import Facts, check_effects
-from kge_torchrec.config.options import wrong_type
+from kge_torchrec.config.keys import (
+    Facts,
+    build,
+    check_effects,
+    declared,
+    default_of,
+    without_effect,
+)
+from kge_torchrec.config.options import Typed, as_yaml
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
-from kge_torchrec.config.yaml_file import read_yaml
+from kge_torchrec.config.yaml_file import Lined, parse_yaml, plain, read_lined
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file, a run, the name of a file in configs/, None: defaults.
@@ -35,17 +39,158 @@ _BESIDE = (".lock", "checkpoints", "metrics.jsonl", "results.json", "store", "ra
 _OF_A_RUN = ("--run.dir=null", "--run.resume=never", "--checkpoint.options.copy_to=null")
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of every key; its --help lists them with their meaning and default."""
-    parser = ArgumentParser(prog="kge-torchrec train", exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
-    parser.add_class_arguments(Config, None)
-    return parser
+class Settings:
+    """Values of keys, and where they stand.
+
+    Args:
+        path: YAML file with the values, if any.
+        overrides: Values that win over those of the file.
+
+    Attributes:
+        values: {key: value}; a key that holds options has a dict.
+        places: {key or option: "FILE:LINE"; "" where no file has it}.
+
+    Raises:
+        ConfigError: The file is no YAML of keys, or a key is unknown or stands twice.
+    """
+
+    def __init__(self, path: Path | None = None, overrides: Overrides = ()):
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        if path is not None:
+            values = read_lined(path)
+            if values is None:
+                raise ConfigError(f"{path} is empty; it should hold keys, such as 'seed: 1'")
+            if not isinstance(values, Lined):
+                kind = type(values).__name__
+                raise ConfigError(f"{path} should hold 'key: value' pairs, not a {kind}")
+            self._add_values(values, "", str(path), "")
+        self.add(overrides)
+
+    def add(self, overrides: Overrides) -> None:
+        """Add values that win over those that are there."""
+        if isinstance(overrides, dict):
+            self._add_values(overrides, "", "", "")
+            return
+        left = list(overrides)
+        while left:
+            word, equals, text = left.pop(0).partition("=")
+            name = word.removeprefix("--")
+            if name == word or not name:
+                got = f"{word}{equals}{text}"
+                raise ConfigError(f"settings are given as --key value, got {got!r}")
+            if not equals:
+                if not left or left[0].startswith("--"):
+                    key_with(name)
+                    raise ConfigError(f"argument --{name}: expected one argument")
+                text = left.pop(0)
+            if _is_group(name) and isinstance(values := _parsed(name, text), dict):
+                self._add_values(values, f"{name}.", "", "")
+            else:
+                self._set(name, Typed(text), "")
+
+    def _add_values(self, values: Mapping[Any, Any], prefix: str, file: str, place: str) -> None:
+        """Add nested or dotted values of a group, which stands at a place in a file."""
+        lines = values.lines if isinstance(values, Lined) else {}
+        for own, value in values.items():
+            name = f"{prefix}{own}"
+            where = f"{file}:{lines[str(own)]}" if str(own) in lines else place
+            if where and self.places.get(name):
+                other = self.places[name]
+                raise ConfigError(f"{where}: {name} stands here and in {other}; keep one of them")
+            if isinstance(value, Mapping) and not _holder(name) and (value or _is_group(name)):
+                self._add_values(value, f"{name}.", file, where)
+                continue
+            try:
+                self._set(name, value, where)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}" if where else str(error)) from None
+            if isinstance(value, Lined):
+                self.places |= {f"{name}.{x}": f"{file}:{n}" for x, n in value.lines.items()}
+
+    def _set(self, name: str, value: Any, place: str) -> None:
+        key = key_with(name, in_file=bool(place))
+        self.places[name] = place
+        default = default_of(declared(Config)[key])
+        if name == key:
+            if place and value is None and default is not None:
+                raise ConfigError(f"{name} has no value; write one, or leave the key out")
+            if isinstance(default, dict) and isinstance(value, Typed):
+                value = _parsed(name, value)
+            self.values[key] = plain(value) if isinstance(value, dict | list) else value
+            return
+        options = self.values.setdefault(key, {})
+        *groups, last = name.removeprefix(f"{key}.").split(".")
+        for group in groups:
+            options = options.setdefault(group, {}) if isinstance(options, dict) else None
+        if not isinstance(options, dict):
+            raise ConfigError(f"{name}: {key} is no mapping")
+        options[last] = value
+
+    def config(self) -> Config:
+        """Return the config with these values, and defaults for the others.
+
+        Raises:
+            ConfigError: A value has a wrong type or is out of range, or values contradict.
+        """
+        try:
+            config: Config = build(Config, self.values)
+        except ConfigError as error:
+            raise self.placed(error) from None
+        return config
+
+    def placed(self, error: ConfigError) -> ConfigError:
+        """Return an error with the place of the key that its message begins with."""
+        name = str(error).partition(" ")[0].rstrip(":")
+        while name and name not in self.places:
+            name = name.rpartition(".")[0]
+        place = self.places.get(name)
+        return ConfigError(f"{place}: {error}") if place else error
 
 
-@cache  # building it takes longer than reading a config
-def _parser() -> ArgumentParser:
-    return build_parser()
+def key_with(name: str, in_file: bool = False) -> str:
+    """Return the key that a name is, or that holds the option of this name.
+
+    Raises:
+        ConfigError: There is none; the message has the closest key.
+    """
+    keys = declared(Config)
+    if holder := _holder(name):
+        return holder
+    if _is_group(name):
+        example = next(key for key in keys if key.startswith(f"{name}."))
+        how = f"; set them one by one, such as --{example}"
+        if in_file:
+            how = " and needs nested 'key: value'"
+        raise ConfigError(f"{name} is a group of keys{how}")
+    # A key in a wrong place has the same last name.
+    same = [key for key in keys if key.split(".")[-1] == name.split(".")[-1]]
+    close = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
+    close = close or difflib.get_close_matches(name, keys, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else "see --help for all keys"
+    raise ConfigError(f"unknown key {name}; {hint}")
+
+
+def _holder(name: str) -> str:
+    """Return the key that a name is, or that holds the option of this name; "" if there is none."""
+    keys, holder = declared(Config), name
+    while holder not in keys and holder:
+        holder = holder.rpartition(".")[0]
+    return holder if holder == name or (holder and keys[holder].default_factory is dict) else ""
+
+
+def _is_group(name: str) -> bool:
+    return any(key.startswith(f"{name}.") for key in declared(Config))
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Return the value of a text that should be a mapping."""
+    try:
+        return parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except yaml.YAMLError:
+        return text
 
 
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
@@ -60,46 +205,54 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
         ConfigError: A key is unknown, a value has a wrong type or is out of range, or a key was
             set and has no effect.
     """
-    file = {} if path is None else values_of(path)
-    given = overrides
-    if path is not None and is_of_run(path):
-        check_imports(file, find_config(path))
-        given = [*_OF_A_RUN, *words_of(overrides)]
-    config = _decided(read_config(path, given), file, overrides)
-    # The config.yaml of a run has numbers for keys that were null, whether they act or not.
-    check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
+    file = None if path is None else find_config(path)
+    settings = Settings(file)
+    from_file, given = set(settings.values), set(Settings(None, overrides).values)
+    if path is not None and file is not None and is_of_run(path):
+        check_imports(settings.values, file)
+        settings.add(_OF_A_RUN)
+    settings.add(overrides)
+    config = _decided(settings.config(), from_file, given)
+    for key, reason in without_effect(config, Facts()).items():
+        if key not in PICKED or key in given or _is_idle_in(file, from_file, key):
+            raise settings.placed(ConfigError(reason))
     return config
 
 
-def _decided(config: Config, file: Collection[str], overrides: Overrides) -> Config:
+def _is_idle_in(file: Path | None, keys: set[str], key: str) -> bool:
+    """Return whether a resolved key has no effect in a file that a user wrote.
+
+    A command line may take the effect from a key of a file: `train demo --negatives.regime kvsall`.
+    ``Config.save`` writes every key, with numbers for all that were null.
+    """
+    if file is None or keys.issuperset(all_keys()):
+        return False
+    with contextlib.suppress(ConfigError):  # what the command line mends
+        return key in without_effect(read_config(file), Facts())
+    return False
+
+
+def _decided(config: Config, from_file: Collection[str], given: Collection[str]) -> Config:
     """Return the config with default rules if a key was given that a race would decide.
 
     Keys count as given even at their default. The key ``default`` itself says otherwise.
 
     Args:
         config: The config.
-        file: The keys of its file.
-        overrides: The overrides.
+        from_file: The keys of its file.
+        given: The keys of the overrides.
 
     Raises:
         ConfigError: The overrides ask for a race, and a key that it would decide is given.
     """
-    words = [word.partition("=")[0] for word in words_of(overrides)]
-    keys = _keys_of(word.removeprefix("--") for word in words if word.startswith("--"))
-    from_file = _keys_of(file)
-    named = sorted(filter(is_raced, keys if "default" in from_file else keys | from_file))
-    if "default" not in keys:
+    counted = {*given} if "default" in from_file else {*given, *from_file}
+    named = sorted(filter(is_raced, counted))
+    if "default" not in given:
         return replace(config, default="rules") if named else config
     why = f"{named[0]} is given" if named else config.decided_by
     if config.default == "race" and why is not None:
         raise ConfigError(f"default race has no effect here: {why}; leave one of them out")
     return config
-
-
-def _keys_of(names: Iterable[str]) -> set[str]:
-    """Return the keys among names; for an option, the key that holds it."""
-    dotted = [f"{name}." for name in names]
-    return {key for key in all_keys() if any(name.startswith(f"{key}.") for name in dotted)}
 
 
 def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
@@ -109,8 +262,10 @@ def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
         ConfigError: As ``read_config``, or the config names classes of modules that were not
             imported so far.
     """
-    check_imports(_flatten(_values_of(file)), file.parent)
-    return read_config(file, overrides)
+    settings = Settings(file)
+    check_imports(settings.values, file.parent)
+    settings.add(overrides)
+    return settings.config()
 
 
 def is_of_run(path: str | Path) -> bool:
@@ -125,34 +280,14 @@ def is_of_run(path: str | Path) -> bool:
 
 def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
     """Read a config as ``load_config`` does, but accept keys without effect."""
-    arguments = []
-    if path is not None:
-        file = find_config(path)
-        _check_file(file)
-        arguments = ["--config", str(file)]
-    try:
-        # Without defaults, which it would check with everything: that takes twenty times as long.
-        parsed = _parser().parse_args([*arguments, *words_of(overrides)], defaults=False)
-    except ArgumentError as error:
-        raise ConfigError(_explain(str(error))) from None
-    except RecursionError:
-        raise ConfigError("a value is nested too deeply; flatten it") from None
-    return _made_of(parsed.as_dict())
-
-
-def _made_of(values: dict[str, Any]) -> Config:
-    """Return the Config with some values, and defaults for the others."""
-    sections: dict[str, Any] = {field.name: field.default_factory for field in fields(Config)}
-    made: dict[str, Any] = {}
-    for name, value in values.items():
-        if name != "config":
-            made[name] = sections[name](**value) if isinstance(value, dict) else value
-    return Config(**made)
+    return Settings(None if path is None else find_config(path), overrides).config()
 
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides."""
-    return read_config(None, [*words_of(_flatten(values)), *words_of(overrides)])
+    settings = Settings(None, values)
+    settings.add(overrides)
+    return settings.config()
 
 
 def as_config(config: AnyConfig) -> Config:
@@ -160,7 +295,8 @@ def as_config(config: AnyConfig) -> Config:
     if isinstance(config, Config):
         return config
     if isinstance(config, dict):
-        return _decided(config_from_dict(config), _flatten(config), ())
+        settings = Settings(None, config)
+        return _decided(settings.config(), settings.values, ())
     return load_config(config)
 
 
@@ -178,33 +314,21 @@ def data_config(data: DataConfig | Mapping[str, Any] | None) -> DataConfig:
     return data
 
 
-def is_set(key: str, overrides: Overrides) -> bool:
-    """Return whether overrides name a key."""
-    option = re.compile(rf"--{re.escape(key)}(=|$)")
-    return any(option.match(word) for word in words_of(overrides))
-
-
 def words_of(overrides: Overrides) -> list[str]:
     """Return overrides as they were typed."""
     if not isinstance(overrides, dict):
         return list(overrides)
-    return [f"--{key}={_as_text(value)}" for key, value in overrides.items()]
+    return [f"--{key}={as_yaml(value)}" for key, value in overrides.items()]
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, str | os.PathLike):
-        return os.fspath(value)  # as typed on the command line: quotes would become part of it
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+def values_of(path: str | Path) -> dict[str, Any]:
+    """Return the flat values of a config file, or of a published config by name."""
+    return Settings(find_config(path)).values
 
 
 def published() -> list[str]:
     """Names of the configs that come with the package."""
     return sorted(file.stem for file in CONFIGS.rglob("*.yaml"))
-
-
-def values_of(path: str | Path) -> dict[str, Any]:
-    """Return the flat values of a config file, or of a published config by name."""
-    return _check_file(find_config(path))
 
 
 def find_config(path: str | Path) -> Path:
@@ -223,63 +347,3 @@ def find_config(path: str | Path) -> Path:
     known = published()
     hint = f"; there are {', '.join(known)}" if known else ""
     raise ConfigError(f"no config file {str(path)!r}{hint}")
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten {"train": {"lr": 1}} to {"train.lr": 1}; keys whose value is a dict keep it."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        nested = isinstance(value, dict) and key not in all_keys()
-        flat.update(_flatten(value, f"{key}.") if nested else {key: value})
-    return flat
-
-
-def _values_of(path: Path) -> dict[str, Any]:
-    """Return what a YAML file holds. Raises ConfigError unless that is a mapping."""
-    values = read_yaml(path)
-    if values is None:
-        raise ConfigError(f"{path} is empty; it should hold keys, such as 'seed: 1'")
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} should hold 'key: value' pairs, not a {type(values).__name__}")
-    return values
-
-
-def _check_file(path: Path) -> dict[str, Any]:
-    """Return the flat values of a file. Raises ConfigError unless it is YAML of known keys."""
-    flat = _flatten(_values_of(path))
-    keys, defaults = all_keys(), _flatten(Config().to_dict())
-    for key, value in flat.items():
-        if key in keys:
-            if value is None and defaults[key] is not None:
-                raise ConfigError(f"{key} has no value in {path}; write one, or remove the key")
-            continue
-        if any(k.startswith(key + ".") for k in keys):
-            raise ConfigError(f"{key} in {path} is a group of keys and needs nested 'key: value'")
-        raise ConfigError(f"unknown key {key} in {path}{_closest(key, keys)}")
-    return flat
-
-
-def _explain(message: str) -> str:
-    """Return the parser's message in the words of the other errors."""
-    unknown = re.search(r"unrecognized arguments: --?([\w.-]+)", message)
-    if unknown:
-        return f"unknown key {unknown[1]}{_closest(unknown[1], all_keys())}"
-    stray = re.search(r"unrecognized arguments: (.+)", message)
-    if stray:
-        return f"settings are given as --key value, got {stray[1]!r}"
-    group = re.match(r'Parser key "([\w.]+)":\nUnable to load config', message)
-    if group:
-        example = next(key for key in all_keys() if key.startswith(group[1] + "."))
-        return f"{group[1]} is a group of keys; set them one by one, such as --{example}"
-    type_error = wrong_type(message)
-    if type_error:
-        return type_error
-    return message.replace('Parser key "', 'key "').replace(":\n  ", ": ")
-
-
-def _closest(key: str, keys: list[str]) -> str:
-    same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]  # in a wrong place
-    close = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-    close = close or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else "; see --help for all keys"

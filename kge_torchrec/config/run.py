@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field
 
 from kge_torchrec.config.checks import ConfigError, check_url, choice, least
 from kge_torchrec.config.keys import (
     PER_START,
     Resume,
     check_values,
-    documented,
     fixed,
     key,
-    options_key,
-    parsed,
 )
 
 
@@ -40,7 +36,7 @@ class SavingOptions:
         "copy of table and optimizer state, if one fits into free main memory. Otherwise training "
         "waits.",
     )
-    copy_to: Optional[str] = key(  # noqa: UP045
+    copy_to: str | None = key(
         None,
         "URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to "
         "while it trains, from which another machine can resume it; null: none.",
@@ -48,22 +44,13 @@ class SavingOptions:
     )
 
 
-@documented
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The checkpoints of a run."""
 
-    every: dict[str, Any] = options_key(
-        Intervals,
-        "Intervals of checkpoints: epochs, and steps within an epoch.",
-    )
-    options: dict[str, Any] = options_key(
-        SavingOptions, "How checkpoints are written: background and copy_to."
-    )
+    every: Intervals = field(default_factory=Intervals)
+    options: SavingOptions = field(default_factory=SavingOptions)
     keep: int = key(2, "Checkpoints kept besides the best one.", check=least(1))
-
-    intervals = parsed(Intervals, "checkpoint.every")
-    saving = parsed(SavingOptions, "checkpoint.options")
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.")
@@ -73,18 +60,19 @@ class CheckpointConfig:
 class Trackers:
     """Trackers of a run's metrics."""
 
-    tensorboard: bool = key(True, "Write TensorBoard events.")
-    wandb: Optional[str] = key(  # noqa: UP045
-        None, "Project of Weights & Biases that gets the metrics too; null: none."
+    tensorboard: bool = key(True, "Write TensorBoard events.", resume=PER_START)
+    wandb: str | None = key(
+        None,
+        "Project of Weights & Biases that gets the metrics too; null: none.",
+        resume=PER_START,
     )
 
 
-@documented
 @dataclass(frozen=True)
 class RunConfig:
     """The run folder."""
 
-    dir: Optional[str] = key(  # noqa: UP045
+    dir: str | None = key(
         None,
         "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race "
         "runs/default-TIME).",
@@ -107,14 +95,7 @@ class RunConfig:
         "Show progress bars on rank 0; the lines of epochs and validations stay.",
         resume=PER_START,
     )
-    trackers: dict[str, Any] = options_key(
-        Trackers,
-        "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
-        "project).",
-        resume=PER_START,
-    )
-
-    tracker_options = parsed(Trackers, "run.trackers")
+    trackers: Trackers = field(default_factory=Trackers)
 
     def __post_init__(self) -> None:
         check_values(self, "run.")

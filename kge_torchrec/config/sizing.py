@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from kge_torchrec.config.keys import declared, default_of
+from kge_torchrec.config.keys import declared, default_of, replace_keys
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
@@ -137,15 +137,14 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
 
 def filled(config: Config, values: dict[str, Any], replaced: Collection[str] = ()) -> Config:
     """Return the config with the values, by dotted key, for the keys that are null or replaced."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        if key in replaced or getattr(getattr(config, section), name) is None:
-            sections.setdefault(section, {})[name] = value
-    if not sections:
-        return config
-    changed = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
-    return replace(config, **changed)
+    return replace_keys(
+        config,
+        {
+            key: value
+            for key, value in values.items()
+            if key in replaced or attrgetter(key)(config) is None
+        },
+    )
 
 
 def _initial(config: Config, scorer: Any) -> tuple[str, float]:

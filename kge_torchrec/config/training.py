@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -21,14 +21,11 @@ from kge_torchrec.config.keys import (
     Condition,
     Part,
     check_values,
-    documented,
     fixed,
     key,
     only_with,
     only_without,
     options_in,
-    options_key,
-    parsed,
 )
 from kge_torchrec.config.registry import KINDS, check_name
 
@@ -72,12 +69,12 @@ class AveragingOptions:
 class Clip:
     """Bounds of a step's gradient."""
 
-    norm: Optional[float] = key(  # noqa: UP045
+    norm: float | None = key(
         None,
         "Largest norm of a step's gradient, table and dense together; null: no bound.",
         check=positive,
     )
-    value: Optional[float] = key(  # noqa: UP045
+    value: float | None = key(
         None, "Largest absolute element of a step's gradient; null: no bound.", check=positive
     )
 
@@ -94,7 +91,6 @@ class Extension:
     )
 
 
-@documented
 @dataclass(frozen=True)
 class TrainConfig:
     """The loop and its optimizers."""
@@ -122,13 +118,14 @@ class TrainConfig:
         "Learning rate; null: what suits the optimizer (0.1, adam 0.003, sgd 0.5).",
         check=positive,
     )
-    relation_lr: Optional[float] = key(  # noqa: UP045
+    relation_lr: float | None = key(
         None, "Learning rate of relations; null: train.lr.", check=positive
     )
-    optimizer_options: dict[str, Any] = options_key(
-        Part("table_optimizer", "optimizer"),
+    optimizer_options: dict[str, Any] = key(
+        dict,
         "Options of the optimizer, such as {beta1: 0.8} of adam; `kge-torchrec list "
         "table_optimizer` lists them.",
+        part=Part("table_optimizer", "optimizer"),
     )
     schedule: str = key(
         "constant",
@@ -138,10 +135,11 @@ class TrainConfig:
     warmup_steps: int = key(
         0, "Steps over which the learning rate rises linearly from 0.", check=least(0)
     )
-    schedule_options: dict[str, Any] = options_key(
-        Part("schedule", "schedule"),
+    schedule_options: dict[str, Any] = key(
+        dict,
         "Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and "
         "threshold (plateau); `kge-torchrec list schedule` lists them.",
+        part=Part("schedule", "schedule"),
     )
     averaging: str = key(
         "none",
@@ -149,9 +147,7 @@ class TrainConfig:
         "moving average).",
         check=choice("none", "ema"),
     )
-    averaging_options: dict[str, Any] = options_key(
-        AveragingOptions, "Options of the average: decay and every_steps (ema)."
-    )
+    averaging_options: AveragingOptions = field(default_factory=AveragingOptions)
     precision: str = key(
         "auto",
         "Precision of scorer and gradients: fp32, tf32 (fp32, and CUDA rounds the factors of "
@@ -169,10 +165,7 @@ class TrainConfig:
         "Micro-batches per step, for less memory; the result is that of one batch.",
         check=least(1),
     )
-    clip: dict[str, Any] = options_key(
-        Clip,
-        "Bounds of a step's gradient: norm (table and dense together) and value (of each element).",
-    )
+    clip: Clip = field(default_factory=Clip)
     pipeline: str = key(
         "auto",
         "sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or graph "
@@ -192,14 +185,7 @@ class TrainConfig:
         "Steps between lines of metrics.jsonl and checks for a non-finite loss.",
         check=least(1),
     )
-    extension: dict[str, Any] = options_key(
-        Extension,
-        "How an extended run treats what it extends: freeze (old rows).",
-    )
-
-    average = parsed(AveragingOptions, "train.averaging_options")
-    clipping = parsed(Clip, "train.clip")
-    extended = parsed(Extension, "train.extension")
+    extension: Extension = field(default_factory=Extension)
 
     def __post_init__(self) -> None:
         check_values(self, "train.")
@@ -224,7 +210,7 @@ class TrainConfig:
     @property
     def clips(self) -> bool:
         """Whether a step's gradient has a bound."""
-        return self.clipping != Clip()
+        return self.clip != Clip()
 
     @property
     def averages(self) -> int:
@@ -241,19 +227,18 @@ class TrainConfig:
 class CandidateOptions:
     """Options of ``evaluation.candidates``."""
 
-    types: Optional[str] = key(  # noqa: UP045
+    types: str | None = key(
         None,
         "File of lines entity, tab, type; null: the types that the store has by data.types.",
         acts=only_with("evaluation.candidates", "types"),
     )
-    file: Optional[str] = key(  # noqa: UP045
+    file: str | None = key(
         None,
         "NumPy file (.npz) with head_neg and tail_neg, the candidates of each triple.",
         acts=only_with("evaluation.candidates", "fixed"),
     )
 
 
-@documented
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Filtered ranking, during training and at its end."""
@@ -292,23 +277,18 @@ class EvaluationConfig:
         acts=_VALIDATES,
     )
     batch_size: int = key(512, "Queries scored at once.", check=least(1))
-    candidates: Optional[str] = key(  # noqa: UP045
+    candidates: str | None = key(
         None,
         "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
         "or sharing a type with these); fixed (a list per triple, as OGB has them); null: types "
         "where every entity has one type, otherwise all. Results name the choice.",
         check=choice(*CANDIDATES),
     )
-    candidates_options: dict[str, Any] = options_key(
-        CandidateOptions,
-        "Options of evaluation.candidates: types or file.",
-    )
-
-    candidate_options = parsed(CandidateOptions, "evaluation.candidates_options")
+    candidates_options: CandidateOptions = field(default_factory=CandidateOptions)
 
     def __post_init__(self) -> None:
         check_values(self, "evaluation.")
-        if self.candidates == "fixed" and self.candidate_options.file is None:
+        if self.candidates == "fixed" and self.candidates_options.file is None:
             raise ConfigError(
                 "evaluation.candidates fixed needs evaluation.candidates_options.file (evaluate "
                 "--candidate-file), the candidates of each triple"

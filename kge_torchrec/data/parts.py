@@ -67,7 +67,7 @@ class PartLayout:
         """Return the layout of a run's table; None where it lies in memory."""
         if not config.entities.on_disk:
             return None
-        storage = config.entities.storage
+        storage = config.entities.placement_options
         row_bytes = 4 * config.model.dim
         layout = cls.of(num_entities, row_bytes, world_size, storage.parts, storage.buffer)
         return replace(layout, passes=storage.passes)

@@ -99,12 +99,12 @@ def prepare(
     data = data_config(data)
     if seed < 0:
         raise DataError(f"seed must be an integer >= 0, got {seed}")
-    split = Split(data.splitting, seed)
+    split = Split(data.split, seed)
     check_writable(Path(output), overwrite)
     source = open_sources(sources, data, split.times, progress)
     if source.ends is not None and data.types is not None:
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
-    if data.splitting != SplitOptions() and WHOLE not in source.names:
+    if data.split != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
     types = None
     if data.types is not None or source.ends is not None:

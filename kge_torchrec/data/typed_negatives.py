@@ -189,7 +189,7 @@ def typed_sampler(
     Raises:
         DataError: An unusable file, or a store without types.
     """
-    options = config.restriction
+    options = config.among_options
     if config.among == "seen":
         return SeenSampler(others, options.share, store)
     return TypeSampler(others, options.share, EntityTypes.find(options.types, store))

@@ -242,7 +242,7 @@ def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
     if name == "ddp":
         return Replicated(processes)
     mesh = _mesh(config, processes) if name == "hybrid" else _line(processes)
-    options = config.settings
+    options = config.options
     return Sharded(mesh, options.sharding == "full", options.cpu_offload)
 
 
@@ -253,7 +253,7 @@ def _line(processes: Processes) -> DeviceMesh:
 
 def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
     ranks = processes.world_size
-    replicas = config.settings.replicas or max(1, ranks // processes.local_world_size)
+    replicas = config.options.replicas or max(1, ranks // processes.local_world_size)
     if ranks % replicas:
         raise ConfigError(
             f"dense.options.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "

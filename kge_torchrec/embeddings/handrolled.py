@@ -64,7 +64,7 @@ class HandrolledBackend(EmbeddingBackend):
         self.fill_rows(config.seed)
         objective = objective.to(processes.device)
         self.lookup = HandrolledLookup(
-            self.table, ranges, processes.group, entities.traffic.dtype, entities.preset == "dgl"
+            self.table, ranges, processes.group, entities.exchange.dtype, entities.preset == "dgl"
         )
         self.unwrapped_model = KGEModel(self.lookup, objective, config.train.precision == "fp16")
         self.scorer = objective.scorer

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Regularizer:
         """
 
         weight: float = 0.0
-        relation_weight: Optional[float] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        relation_weight: float | None = None
 
     takes_triples = False  # whether it is a ``TripleRegularizer``
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.entities import MANAGED
+from kge_torchrec.config.entities import MANAGED, PlacementOptions
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import amount
 from kge_torchrec.planning.cost import Cost
@@ -54,7 +54,7 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
     if config.entities.cache_ratio:
         changes["entities.placement memory"] = {
-            "entities.placement_options": {},
+            "entities.placement_options": PlacementOptions(),
             "entities.placement": "memory",
         }
     if layout.sharding != "row_wise":
@@ -144,11 +144,13 @@ def _disk(plan: TrainingPlan) -> Iterator[Advice]:
     # The rows of an entity's features may be in parts that are not in memory.
     if plan.layout.is_replicated or plan.workload.num_features:
         return
-    others = entities.placement_options if entities.on_disk else {}
+    others = entities.placement_options if entities.on_disk else PlacementOptions()
 
     def planned(parts: int, buffer: int) -> TrainingPlan:
-        options = {**others, "parts": parts, "buffer": buffer}
-        changes = {"entities.placement_options": options, "entities.placement": "disk"}
+        changes = {
+            "entities.placement_options": replace(others, parts=parts, buffer=buffer),
+            "entities.placement": "disk",
+        }
         return plan_setup(plan.changed(changes), plan.cost)
 
     def largest(parts: int) -> TrainingPlan | None:
@@ -162,7 +164,7 @@ def _disk(plan: TrainingPlan) -> Iterator[Advice]:
         return
     fitting = filter(None, map(largest, PARTS))
     best = min(fitting, key=_added_seconds, default=smallest)
-    cut = best.workload.config.entities.storage
+    cut = best.workload.config.entities.placement_options
     yield _tried(
         f"entities.placement disk, entities.placement_options.parts {cut.parts} and "
         f"entities.placement_options.buffer {cut.buffer}",

@@ -94,7 +94,7 @@ class DenseLayout:
             raise ConfigError(f"dense.wrapper none is for one rank, not for {ranks}; use auto")
         if config.wrapper not in ("fsdp", "hybrid"):
             return cls()
-        options = config.settings
+        options = config.options
         copies = (options.replicas or cluster.hosts) if config.wrapper == "hybrid" else 1
         if ranks % copies:
             raise ConfigError(

@@ -220,7 +220,7 @@ class TrainingPlan(Setup):
 
     def _copied_bytes(self, rank: int) -> int:
         """Return the most bytes of a rank that a checkpoint in the background copies."""
-        if self.parts or not self.workload.config.checkpoint.saving.background:
+        if self.parts or not self.workload.config.checkpoint.options.background:
             return 0
         parts = (self.memory[rank][part] for part in ("weights", "optimizer state", "average"))
         return sum(size.device + size.main for size in parts)

@@ -154,7 +154,7 @@ def lookup_traffic(setup: Setup, lookups: Lookups) -> Traffic:
     traffic.sent["ids"] += 8 * ids
     for group in setup.groups:
         traffic.sent["ids"][group[:, None], group] += 8 * counts
-    answers = travel_bytes(workload.config.entities.traffic.dtype, ids, elements)
+    answers = travel_bytes(workload.config.entities.exchange.dtype, ids, elements)
     traffic.sent["gradients"] += answers
     traffic.sent["rows"] += answers.T
     if setup.layout.is_replicated:

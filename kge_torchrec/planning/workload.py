@@ -208,7 +208,7 @@ class Workload:
     def drawn(self) -> np.ndarray:
         """(G,) chance that a negative is one particular entity of a group."""
         negatives, frequency = self.config.negatives, self.frequency
-        chance, options = frequency.drawn(self.negative_power), negatives.restriction
+        chance, options = frequency.drawn(self.negative_power), negatives.among_options
         counts = [negatives.drawn(side) for side in SIDES if side in self.sides]
         by_type = negatives.among == "seen" or (negatives.among == "types" and not options.types)
         if frequency.of_ends is None or not by_type or not sum(counts):

@@ -95,7 +95,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     """
     if config.entities.engine == "torchrec":
         check_torchrec("entities.engine torchrec", "entities.engine handrolled")
-    if config.entities.traffic.dtype == "int8" and processes.world_size > 1:
+    if config.entities.exchange.dtype == "int8" and processes.world_size > 1:
         check_torchrec("entities.exchange.dtype int8", "bf16 or fp16")
     config.check_device(processes.device.type == "cuda")
     train = config.train
@@ -143,7 +143,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES.get(config.train.precision, torch.float32),
-        config.model.dropouts.entity,
+        config.model.dropout.entity,
         negatives.hardest,
     )
 

@@ -38,8 +38,8 @@ class Averaging:
 
     def __init__(self, train: TrainConfig, backend: EmbeddingBackend):
         self.backend = backend
-        self._decay = train.average.decay
-        self.every_steps = train.average.every_steps if train.averaging == "ema" else None
+        self._decay = train.averaging_options.decay
+        self.every_steps = train.averaging_options.every_steps if train.averaging == "ema" else None
         self.clear()
 
     def clear(self) -> None:

@@ -46,7 +46,7 @@ def copied(folder: RunFolder, config: Config, ranks: Processes, held: ExitStack)
     """
 
     def begin() -> None:
-        url = config.checkpoint.saving.copy_to
+        url = config.checkpoint.options.copy_to
         if url is not None:
             folder.copier = Copier(folder.path, url)
             held.callback(folder.copier.finish)

@@ -19,7 +19,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import check_url, is_url
+from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.data.store import META
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.checkpoint_files import MANIFEST, Checkpoint, Damaged
@@ -213,9 +213,8 @@ def take_over(url: str, folder: RunFolder, name: str) -> bool:
     if not fetch(url, folder.path, resumes=True):
         return False
     config = folder.load_config()
-    saving = {**config.checkpoint.options, "copy_to": url}
-    checkpoint, run = replace(config.checkpoint, options=saving), replace(config.run, dir=name)
-    if (moved := replace(config, checkpoint=checkpoint, run=run)) != config:
+    moved = replace_keys(config, {"checkpoint.options.copy_to": url, "run.dir": name})
+    if moved != config:
         folder.save_config(moved)
     return True
 

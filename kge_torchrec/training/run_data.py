@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import Config, all_keys
-from kge_torchrec.config.keys import Facts, check_effects, without_effect
+from kge_torchrec.config.keys import Facts, check_effects, replace_keys, without_effect
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import META, TripleStore
@@ -101,15 +101,11 @@ def with_absolute_paths(config: Config) -> Config:
         is_path = isinstance(value, str) and os.path.exists(value)
         return os.path.abspath(value) if is_path else value
 
-    def options(values: dict[str, Any]) -> dict[str, Any]:
-        paths = ("types", "file")
-        return {name: absolute(x) if name in paths else x for name, x in values.items()}
-
-    negatives, evaluation = config.negatives, config.evaluation
-    return replace(
-        config,
-        data=replace(config.data, path=absolute(config.data.path)),
-        model=replace(config.model, init_from=absolute(config.model.init_from)),
-        negatives=replace(negatives, among_options=options(negatives.among_options)),
-        evaluation=replace(evaluation, candidates_options=options(evaluation.candidates_options)),
+    paths = (
+        "data.path",
+        "model.init_from",
+        "negatives.among_options.types",
+        "evaluation.candidates_options.types",
+        "evaluation.candidates_options.file",
     )
+    return replace_keys(config, {key: absolute(attrgetter(key)(config)) for key in paths})

@@ -163,7 +163,7 @@ def _claim(
     folder = resumes or RunFolder.new(config)
     was_started = (folder.path / ".lock").exists()
     held.enter_context(folder.locked())
-    url = config.checkpoint.saving.copy_to
+    url = config.checkpoint.options.copy_to
     if resumes is None and mode != "never" and url is not None and config.run.dir is not None:
         take_over(url, folder, config.run.dir)
     check_trackers(config.run)
@@ -386,7 +386,7 @@ def _notes_of(session: Session) -> list[str]:
             "memory at a time, and candidates are entities of these parts; "
             "entities.placement_options changes it"
         )
-    dtype = session.config.entities.traffic.dtype
+    dtype = session.config.entities.exchange.dtype
     if dtype != "fp32" and ranks.world_size == 1:
         notes.append(f"entities.exchange.dtype {dtype} has no effect: one rank sends nothing")
     return notes

@@ -52,7 +52,7 @@ def selection_of(config: Config, store: TripleStore) -> str:
     of = f"{metric} of {limit} triples" if is_sample else metric
     if evaluation.candidates in (None, "all"):
         return of
-    options = evaluation.candidate_options
+    options = evaluation.candidates_options
     details = {
         "types": options.types or "",
         "fixed": options.file or "",
@@ -173,7 +173,7 @@ class Session:
 
     def _check_candidates(self, evaluation: EvaluationConfig) -> None:
         """Check the candidates of rankings before training rather than at the first one."""
-        kind, options = evaluation.candidates, evaluation.candidate_options
+        kind, options = evaluation.candidates, evaluation.candidates_options
         if kind == "types" and options.types is None:
             from kge_torchrec.data.types import EntityTypes
 

@@ -230,7 +230,7 @@ def _extend(session: Session, progress: TrainState) -> None:
             f"checkpoint {name} in {source.checkpoints} cannot be read: {error}; extend another "
             "one by --checkpoint NAME"
         ) from error
-    if session.config.model.vectors.frozen:
+    if session.config.model.init_options.frozen:
 
         def save() -> None:
             ids = numbers.entities[: session.store.num_entities]
@@ -305,7 +305,7 @@ def _start_from(session: Session, path: str) -> None:
     ]
     _fill(session, table, source.numbers, projected)
     starts = source.numbers.entities[: session.store.num_entities] >= 0
-    if model.vectors.frozen:
+    if model.init_options.frozen:
         on_first_rank(ranks, lambda: session.folder.save_frozen(starts))
     count, drawn = int(starts.sum()), int((~starts).sum())
     say(
@@ -379,7 +379,7 @@ def _projection(session: Session, source: _Source) -> tuple[Projection | None, s
         ConfigError: model.init_options.width refuses it, or has no such projection.
     """
     scorer, config, width = session.scorer, session.config, source.width
-    wanted, how = scorer.row_dim - scorer.zero_columns, config.model.vectors.width
+    wanted, how = scorer.row_dim - scorer.zero_columns, config.model.init_options.width
     if width in (scorer.row_dim, wanted):
         return None, ""
     if how == "refuse":
@@ -420,12 +420,12 @@ def freeze(session: Session) -> None:
         return
     start, stop = backend.shard().row_range
     rows = torch.zeros(stop - start, dtype=torch.bool)
-    if config.model.vectors.frozen:
+    if config.model.init_options.frozen:
         own = on_all_ranks(
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )
         rows[: len(own)] |= torch.from_numpy(np.array(own))  # features train
-    if config.train.extended.freeze == "old":
+    if config.train.extension.freeze == "old":
         if store.base is None:
             raise ConfigError(
                 f"train.extension.freeze old: {store.path} is no extended store and has no old "

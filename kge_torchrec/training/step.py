@@ -194,7 +194,7 @@ def clip(
     if backend.dense.frozen is not None:
         backend.dense.frozen.drop_gradients()
     gradients = [*_dense(backend), *rows]
-    bounds = train.clipping
+    bounds = train.clip
     if bounds.value is not None:
         for gradient in gradients:
             gradient.clamp_(-bounds.value, bounds.value)

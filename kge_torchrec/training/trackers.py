@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError if W&B is named in ``run`` and not installed."""
-    if run.tracker_options.wandb is not None and find_spec("wandb") is None:
+    if run.trackers.wandb is not None and find_spec("wandb") is None:
         raise ConfigError(
             "run.trackers.wandb needs the package wandb: pip install 'kge-torchrec[wandb]'"
         )
@@ -111,7 +111,7 @@ class MetricsLog:
             _drop_after(folder.metrics, resumed_at)
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._trackers: list[TensorBoard | WandB] = []
-        chosen = Trackers(False) if config is None else config.run.tracker_options
+        chosen = Trackers(False) if config is None else config.run.trackers
         if chosen.tensorboard:
             self._trackers.append(TensorBoard(folder.path / "tensorboard", resumed_at))
         if chosen.wandb is not None:

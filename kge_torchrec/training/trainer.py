@@ -101,7 +101,7 @@ class Trainer:
                 last, every = progress.epoch == epochs, self.config.evaluation.every
                 due = every and len(self.session.store.valid)
                 improved = bool(due and (last or progress.epoch % every == 0)) and self._validate()
-                period = self.config.checkpoint.intervals.epochs
+                period = self.config.checkpoint.every.epochs
                 ending = last or bool(progress.early_stop(self.config.evaluation))
                 stopping = self.stop.now()
                 if improved or ending or stopping or (period and progress.epoch % period == 0):
@@ -145,7 +145,7 @@ class Trainer:
         batches = self.batches.epoch(progress.epoch, progress.step)
         started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
-        period = self.config.checkpoint.intervals.steps
+        period = self.config.checkpoint.every.steps
         while progress.step < self.batches.steps_per_epoch:
             bar.update(self.train_step(batches))
             stopping = self.stop.after_step()
@@ -293,7 +293,7 @@ class Trainer:
         """Write a checkpoint, and wait for it if training ``ends`` there."""
         self._settle(waits=True)
         state = self.session.state(self.progress)
-        background = self.config.checkpoint.saving.background and not ends
+        background = self.config.checkpoint.options.background and not ends
         figures = self.session.checkpoints.save(state, self.progress, background)
         if figures is not None:
             self._write("checkpoint", {**figures, "waited_seconds": 0.0})

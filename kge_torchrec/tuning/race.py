@@ -27,10 +27,11 @@ from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import Part, declared, key_of
+from kge_torchrec.config.keys import declared, key_of
 from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, values_of
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.run import Trackers
 from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
@@ -260,8 +261,8 @@ def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -
     """Remove options of the config that a part has not, where ``values`` choose the part."""
     for key, item in declared(Config).items():
         section, _, name = key.rpartition(".")
-        part = key_of(item).options
-        if isinstance(part, Part) and f"{section}.{part.field}" in values:
+        part = key_of(item).part
+        if part is not None and f"{section}.{part.field}" in values:
             owner = resolve(part.kind, values[f"{section}.{part.field}"])
             known = {option.name for option in fields(settings_of(owner))}
             options = config[section][name]
@@ -385,8 +386,8 @@ def _trained(
 ) -> float | None:
     """Train a racer until it has these epochs; return its result, or None if it diverged."""
     folder = RunFolder(run.racers / name)
-    every = {**config.checkpoint.every, "epochs": 0}
-    options = {**config.checkpoint.options, "copy_to": None}
+    every = replace(config.checkpoint.every, epochs=0)
+    options = replace(config.checkpoint.options, copy_to=None)
     config = replace(
         config,
         data=replace(config.data, path=str(store.path)),
@@ -398,7 +399,7 @@ def _trained(
             dir=str(folder.path),
             resume="never",
             progress=False,
-            trackers={"tensorboard": False},
+            trackers=Trackers(tensorboard=False),
         ),
     )
     try:

@@ -41,6 +41,7 @@ import yaml
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.config.yaml_file import read_yaml
@@ -398,17 +399,18 @@ class Study:
     def _trained(self, number: int, config: Config, watch: Callback) -> float:
         """Train a trial in its folder, and return the best result on valid."""
         folder = RunFolder(self.path / "trials" / f"{number:04d}")
-        saving = {**config.checkpoint.options, "copy_to": None}
-        config = replace(
+        config = replace_keys(
             config,
-            data=replace(config.data, path=str(self.store.path)),
-            checkpoint=replace(config.checkpoint, keep=1, every={"epochs": 0}, options=saving),
-            run=replace(
-                config.run,
-                dir=str(folder.path),
-                progress=False,
-                trackers={**config.run.trackers, "tensorboard": False},
-            ),
+            {
+                "data.path": str(self.store.path),
+                "checkpoint.keep": 1,
+                "checkpoint.every.epochs": 0,
+                "checkpoint.every.steps": 0,
+                "checkpoint.options.copy_to": None,
+                "run.dir": str(folder.path),
+                "run.progress": False,
+                "run.trackers.tensorboard": False,
+            },
         )
         try:  # keys of the space may act in some trials only
             run = train_run(config, Extras([watch], rank_test=False, is_trial=True))

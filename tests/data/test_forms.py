@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from kge_torchrec.cli import main
-from kge_torchrec.config.parser import _as_text as as_text
+from kge_torchrec.config.options import as_yaml as as_text
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare

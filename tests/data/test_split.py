@@ -22,7 +22,7 @@ from training_runs import config_of
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.data import DataConfig
+from kge_torchrec.config.data import DataConfig, SplitOptions
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader
@@ -427,10 +427,9 @@ def test_runs_split_by_their_config(tmp_path):
     keys["data__columns"] = "time=when"
     expected = parts_of(split(tmp_path, path, by="last", count=2, columns="time=when"))
     with api.train(config_of(path, tmp_path / "run", train__epochs=0, **keys)) as run:
-        assert (
-            parts_of(TripleStore.open(run.folder.store)) == expected
-            and run.config.data.split == options
-        )
+        assert parts_of(
+            TripleStore.open(run.folder.store)
+        ) == expected and run.config.data.split == SplitOptions(**options)
         assert TripleStore.open(run.folder.store).report["split"] == {
             **options,
             "seed": run.config.seed,

@@ -108,13 +108,13 @@ def advised_disk(work: Workload, devices: str = "1xCPU-16GB") -> TrainingPlan:
 
 def on_disk(plan: TrainingPlan, parts: int, buffer: int) -> TrainingPlan:
     own = plan.workload.config.entities.placement_options
-    options = {"entities.placement_options": {**own, "parts": parts, "buffer": buffer}}
+    options = {"entities.placement_options": replace(own, parts=parts, buffer=buffer)}
     return plan_setup(plan.changed({**options, "entities.placement": "disk"}))
 
 
 def test_the_largest_buffer_that_fits_is_advised_with_the_parts_that_read_least():
     plan = advised_disk(workload(60_000_000, model__dim=64))
-    cut = plan.workload.config.entities.storage
+    cut = plan.workload.config.entities.placement_options
     assert plan.fits and not on_disk(plan, cut.parts, cut.buffer + 1).fits
     for parts in (8, 32):
         cuts = [on_disk(plan, parts, buffer) for buffer in range(2, parts + 1)]
@@ -133,7 +133,7 @@ def test_the_disk_is_not_called_too_small_where_more_parts_fit():
 def test_a_run_on_disk_that_does_not_fit_is_advised_other_parts():
     keys = {"entities__placement": "disk", "entities__placement_options": {"passes": 2}}
     plan = advised_disk(workload(60_000_000, model__dim=128, **keys), "1xCPU-8GB")
-    assert plan.fits and plan.workload.config.entities.storage.passes == 2
+    assert plan.fits and plan.workload.config.entities.placement_options.passes == 2
 
 
 def test_the_disk_is_not_advised_to_entities_with_features(tmp_path):

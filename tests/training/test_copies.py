@@ -170,7 +170,7 @@ def rank_dies_copying(config) -> None:
 
     def wait(kind, values):
         if kind == "epoch" and values["epoch"] == 2:
-            while not os.path.exists(f"{config.checkpoint.saving.copy_to[7:]}/copy.json"):
+            while not os.path.exists(f"{config.checkpoint.options.copy_to[7:]}/copy.json"):
                 time.sleep(0.01)
 
     with patch.object(LocalFileSystem, "put_file", dies):

@@ -342,7 +342,7 @@ def dense(name: str, world: int) -> tuple[dict, list[float]]:
     """The parameters and losses of the oracle; where the table lies on disk, ranks change them."""
     config, store = variant(name), TripleStore.open(store_of(RUNS[name][0]))
     start, losses, more = trained(2)[0][name][0], list[float](), {}
-    if config.model.vectors.frozen:
+    if config.model.init_options.frozen:
         more["frozen"] = store.entities.ids(GIVEN).tolist()
     if config.entities.on_disk:
         layout = PartLayout.of_config(config, store.num_entities, world)

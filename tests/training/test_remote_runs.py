@@ -130,7 +130,7 @@ def test_default_folder_of_a_resumed_copy(triples, tmp_path):
     fs = MemoryFileSystem()
     fs.copy("/copies/run", "/copies/moved", recursive=True)
     run = api.resume("memory://copies/moved", {"run.dir": "moved", "train.epochs": 3})
-    assert run.config.checkpoint.saving.copy_to == "memory://copies/moved"
+    assert run.config.checkpoint.options.copy_to == "memory://copies/moved"
     assert mark("memory://copies/moved")["newest"] > mark()["newest"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("seed: 1\n")
@@ -261,7 +261,7 @@ def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
     before = mark()
     new = {"train": [("e1", "r1", "new")]}
     made = api.extend(URL, new, tmp_path / "new", epochs=1)
-    assert made.config.checkpoint.saving.copy_to is None and mark() == before
+    assert made.config.checkpoint.options.copy_to is None and mark() == before
     where = {KEY: "memory://copies/new"}
     api.extend(URL, new, tmp_path / "copied", epochs=1, overrides=where).close()
     assert api.open_run("memory://copies/new").entity_labels.ids(["new"]).tolist() == [37]

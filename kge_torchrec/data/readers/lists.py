@@ -114,7 +114,7 @@ def find_labels(data: DataConfig, folder: Path | None, notes: list[tuple[str, st
     """Return the files of labels that keys name or that are in the folder of the triples."""
     files: dict[str, LabelFile] = {}
     for kind in ("entities", "relations"):
-        named = getattr(data.label_options, kind)
+        named = getattr(data.labels, kind)
         beside = label_files(folder, kind) if named is None and folder is not None else []
         if len(beside) > 1:
             raise DataError(
@@ -131,7 +131,7 @@ def find_labels(data: DataConfig, folder: Path | None, notes: list[tuple[str, st
 
 def _ids(path: Path, data: DataConfig) -> tuple[pa.Array, pa.Array]:
     """Return the ids and the labels of a file."""
-    options = data.label_options
+    options = data.labels
     given = {"id": options.id_column, "label": options.label_column}
     places = {role: place for role, place in given.items() if place is not None}
     columns = Columns(("id", "label"), (), places=places, key="data.labels")

@@ -91,7 +91,7 @@ class TorchRecBackend(EmbeddingBackend):
         model = KGEModel(collection, objective.to(device), config.train.precision == "fp16")
         sharder = EntitySharder(
             fused_params(tables, config.train.steps_on_sums or config.freezes),
-            exchange_codecs(config.entities.traffic.dtype, dim, device),
+            exchange_codecs(config.entities.exchange.dtype, dim, device),
         )
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
         plan: ShardingPlan = on_first_rank(

@@ -17,7 +17,7 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     Raises:
         ConfigError: A scorer of another package has another ``__init__``.
     """
-    dropout = config.dropouts
+    dropout = config.dropout
     has_biases = config.biases or resolve("scorer", config.scorer).has_biases
     scorer: Scorer = construct(
         "scorer",

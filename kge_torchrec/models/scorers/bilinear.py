@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ class TuckER(BilinearScorer):
             feature_dropout: Dropout probability for the entries of a relation's matrix.
         """
 
-        relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        relation_dim: int | None = None
         feature_dropout: float = 0.0
 
         def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class MEIM(BilinearScorer):
         """
 
         partitions: int = 4
-        relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        relation_dim: int | None = None
 
         def __post_init__(self) -> None:
             at_least("model.options.partitions", self.partitions, 1)

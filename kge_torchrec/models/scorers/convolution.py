@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class ConvE(Scorer):
                 to its square root.
         """
 
-        height: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        height: int | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

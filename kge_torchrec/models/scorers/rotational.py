@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class HousE(Scorer):
         """
 
         block: int = 4
-        reflections: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        reflections: int | None = None
         projections: int = 1
 
         def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ Shapes: D elements per entity row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class CoKE(Scorer):
 
         layers: int = 6
         heads: int = 4
-        feed_forward_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        feed_forward_dim: int | None = None
 
         def __post_init__(self) -> None:
             at_least("model.options.layers", self.layers, 1)

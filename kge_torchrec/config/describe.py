@@ -1,0 +1,189 @@
+"""Describe the keys of the config: help for a terminal, a page, and a JSON schema for editors."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from kge_torchrec.config import Config
+from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, type_of
+from kge_torchrec.config.options import (
+    as_yaml,
+    hints,
+    in_words,
+    members,
+    options_help,
+    settings_of,
+)
+from kge_torchrec.config.registry import KINDS, resolve
+
+_PAGE = """\
+# Keys of the config
+
+```sh
+kge-torchrec list keys
+```
+
+The command prints the same keys. `kge-torchrec list keys --format markdown` wrote this page.
+
+- A key is set in a YAML file (`train: {lr: 0.1}`) or on the command line (`--train.lr 0.1`).
+- A key that is set to another value than its default and has no effect is refused. The column
+  "acts only with" says what gives it one.
+- "may change on resume" says whether `kge-torchrec train --resume RUN --key value` is accepted.
+- A key may be in a group within its section: `model: {dropout: {hidden: 0.1}}` in a file,
+  `--model.dropout.hidden 0.1` on the command line.
+- A key such as `model.options` holds the options of the scorer, loss or sampler that another key
+  names. `kge-torchrec list KIND` lists them.
+- null stands for a default that is resolved from the graph, see [defaults](defaults.md).
+- Editors complete keys and options by `configs/keys.schema.json`, which `kge-torchrec list keys
+  --format json-schema` writes. The first line of every published config names it.
+"""
+_COLUMNS = """\
+| key | default | meaning | acts only with | may change on resume |
+|---|---|---|---|---|"""
+
+
+def _sections() -> dict[str, dict[str, Field[Any]]]:
+    """Return the keys of each section; those without one are "the rest"."""
+    sections: dict[str, dict[str, Field[Any]]] = {}
+    for name, item in declared(Config).items():
+        section = name.partition(".")[0] if "." in name else "the rest"
+        sections.setdefault(section, {})[name] = item
+    return sections
+
+
+def keys_help(first: str = "") -> str:
+    """Return the help of keys for a terminal: of all, or of those that begin with ``first``."""
+    lines = []
+    for section, keys in _sections().items():
+        if not first:
+            lines.append(f"{section}:")
+        for name, item in keys.items():
+            if name.startswith(first) and (not first or name != "data.path"):
+                kind, default = in_words(type_of(Config, name)), as_yaml(default_of(item))
+                lines.append(f"  --{name} VALUE ({kind}, default {default or 'empty'})")
+                lines += textwrap.wrap(
+                    key_of(item).help, 98, initial_indent=" " * 8, subsequent_indent=" " * 8
+                )
+    return "\n".join(lines)
+
+
+def keys_page() -> str:
+    """Return docs/reference/keys.md: a table of keys for each section."""
+    parts = [_PAGE]
+    for section, keys in _sections().items():
+        parts += [f"## {section}\n", _COLUMNS]
+        for name, item in keys.items():
+            rules = key_of(item)
+            parts.append(_row(name, item, rules.help, rules.resume.answer))
+            for option, owners in _options_of(rules.part).values():
+                text = f"{', '.join(owners)}: {key_of(option).help}"
+                parts.append(_row(f"{name}.{option.name}", option, text, rules.resume.answer))
+        parts[-1] += "\n"
+    return "\n".join(parts).rstrip()
+
+
+def _row(name: str, item: Field[Any], text: str, resume: str) -> str:
+    acts = "; ".join(condition.words for condition in key_of(item).acts)
+    default = as_yaml(default_of(item)) or "''"
+    cells = (f"`{name}`", f"`{default}`", text, acts, resume)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _options_of(part: Part | None) -> Mapping[str, tuple[Field[Any], list[str]]]:
+    """Return the options of parts that are declared by ``key``, and the parts that have them."""
+    rows: dict[str, tuple[Field[Any], list[str]]] = {}
+    for name in KINDS[part.kind].ours if part is not None else ():
+        for item in fields(settings_of(resolve(part.kind, name))):  # type: ignore[union-attr]
+            if "key" in item.metadata:
+                rows.setdefault(item.name, (item, []))[1].append(name)
+    return rows
+
+
+# The JSON schema: editors complete and check a config file by it
+
+_NAMES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
+_TYPES = {list: "array", tuple: "array", dict: "object"}
+_DOTTED: dict[str, Any] = {r"^\w+(\.\w+)+$": {}}  # train.lr is the same as lr within train
+_BY_KEY = {of.key: kind for kind, of in KINDS.items()}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file; the options of a part depend on its name."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "kge_torchrec config"}
+    return schema | _schema_of(Config, "")
+
+
+def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
+    """Return the schema of a group of keys, or of the options of a part."""
+    properties: dict[str, Any] = {}
+    depends: list[Any] = []
+    said = {option.name: option.help for option in options_help(cls)}
+    for item in fields(cls):
+        name, group = f"{prefix}{item.name}", group_of(item)
+        if group is not None:
+            title = (group.__doc__ or "").partition("\n")[0]
+            properties[item.name] = {"description": title, **_schema_of(group, f"{name}.")}
+            continue
+        own = _type_schema(hints(cls)[item.name]) | {"description": said[item.name]}
+        if item.default is not MISSING:
+            own["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
+        rules = item.metadata.get("key")
+        if rules is not None:
+            _restrict(own, getattr(rules.check, "schema", {}))
+            depends += _options_by_name(item.name, rules.part, cls) if rules.part else []
+        kind = _BY_KEY.get(name)
+        if kind is not None and own.get("type") == "object":  # a weight or options for each name
+            own["properties"] = {part: _weight_or_options(kind, part) for part in KINDS[kind].ours}
+        elif kind is not None:  # complete names, and accept import paths
+            own["anyOf"] = [{"enum": list(KINDS[kind].ours)}, {"type": own.pop("type")}]
+        properties[item.name] = own
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    if depends:
+        schema["allOf"] = depends
+    return schema | ({"patternProperties": _DOTTED} if cls is Config else {})
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    kinds = [get_origin(one) or one for one in members(hint)]
+    names = [(_NAMES | _TYPES).get(kind) for kind in kinds]
+    if not all(names):
+        return {}
+    schema: dict[str, Any] = {"type": names[0] if len(names) == 1 else names}
+    if "array" in names and get_args(hint):
+        schema["items"] = _type_schema(get_args(hint)[0])
+    return schema
+
+
+def _restrict(schema: dict[str, Any], check: dict[str, Any]) -> None:
+    """Add what a check says; choices are beside null where the key takes null."""
+    if "enum" in check and "null" in schema.get("type", ()):
+        check = {"enum": [*check["enum"], None]}
+    schema |= check
+
+
+def _weight_or_options(kind: str, name: str) -> dict[str, Any]:
+    return {"anyOf": [{"type": "number"}, _schema_of(settings_of(resolve(kind, name)), "")]}
+
+
+def _options_by_name(key: str, part: Part, cls: Any) -> list[Any]:
+    """Return conditions: where a part is named, or the default, the key has its options."""
+    names: dict[Any, list[str]] = {}
+    for name in KINDS[part.kind].ours:
+        names.setdefault(settings_of(resolve(part.kind, name)), []).append(name)
+    default = default_of(cls.__dataclass_fields__[part.field])
+    return [
+        {
+            "if": {
+                "properties": {part.field: {"enum": owners}},
+                **({} if default in owners else {"required": [part.field]}),
+            },
+            "then": {"properties": {key: _schema_of(settings, "")}},
+        }
+        for settings, owners in names.items()
+    ]
