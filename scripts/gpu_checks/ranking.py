@@ -17,6 +17,7 @@ from gpu_checks.report import Report
 from gpu_checks.runs import config_of
 from kge_torchrec import api, load_model
 from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models import scorers
 from kge_torchrec.ranking.ranks import rank_triples
@@ -44,7 +45,7 @@ def equality(report: Report) -> None:
 def scorer_of(name: str, dim: int, relations: int = 7) -> scorers.Scorer:
     """Return a scorer on the CPU with parameters of about size one."""
     torch.manual_seed(0)
-    reciprocal = scorers.SCORERS[name].needs_reciprocal
+    reciprocal = resolve("scorer", name).needs_reciprocal
     settings = {"model.scorer": name, "model.dim": dim, "model.reciprocal": reciprocal}
     scorer = scorers.build_scorer(config_from_dict(settings).model, relations)
     for parameter in scorer.parameters():

@@ -16,7 +16,7 @@ from kge_torchrec.comparison.measurements import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
-from kge_torchrec.embeddings import torchrec as engine_module
+from kge_torchrec.embeddings import backend as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 from kge_torchrec.training.step import SampledStep, Step
 

@@ -18,7 +18,6 @@ from gpu_checks.runs import Trained, config_of, parameters_of, trained, trained_
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
@@ -248,10 +247,9 @@ def _shared_memory(report: Report, optimizer: str) -> None:
     config = config_of(report.device.type, report.folder / "shared", train__optimizer=optimizer)
     with processes(report.device.type) as ranks:
         session = Session(config, RunFolder(config.run.dir), ranks)
-        kernel = collection.kernel_of(session.backend.model).emb_module
         used = {session.backend.shard().rows.data_ptr()}
-        for states in kernel.get_optimizer_state():
-            used |= {state.data_ptr() for state in states.values() if state.numel() > 1}
+        for own in session.backend.table.optimizers:
+            used |= {state.data_ptr() for state in own.states.values() if state.numel() > 1}
         kept = {rows.local.data_ptr() for rows in session.backend.state()}
         said = f"{len(used & kept)} of {len(used)} tensors of the table are the kernel's own"
         report.passes(f"shared memory, {optimizer}", used <= kept, said)
