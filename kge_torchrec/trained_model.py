@@ -10,7 +10,7 @@ Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,7 @@ FILTERS = {
 }
 # The splits whose answers are not recommended.
 KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
+CANDIDATES = 3  # sets of candidates that a model keeps: predict, recommend and evaluate take turns
 _NO_DATA = "an export does not contain the data for {}; name the run that it was made from"
 
 
@@ -187,18 +188,19 @@ class TrainedModel:
         """
         return ids_of(labels, "relation", self.num_relations, lambda: self.relation_labels)
 
-    def triple_ids(self, triples: Sequence[Sequence[Label]]) -> Tensor:
+    def triple_ids(self, triples: Iterable[Sequence[Label]]) -> Tensor:
         """Return the ids (T, 3) int64 of triples of labels or ids.
 
         Raises:
             UnknownLabelError: A label is not in the data.
             IndexError: An id is out of range.
         """
-        if not len(triples):
+        columns = [list(column) for column in zip(*triples, strict=True)]
+        if not columns:
             return torch.empty(0, 3, dtype=torch.int64)
-        heads, relations, tails = (list(column) for column in zip(*triples, strict=True))
-        columns = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)
-        return torch.stack(columns, 1)
+        heads, relations, tails = columns
+        ids = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)
+        return torch.stack(ids, 1)
 
     def scores(self, triples: Tensor, side: Side = "tail") -> Tensor:
         """Return the scores (T,) float32 of triples. Collective.
@@ -295,14 +297,16 @@ class TrainedModel:
         return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
 
     def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns; the last result is kept. Collective."""
-        if self._last_candidates.get("key") != key:
-            made = on_all_ranks(self.processes, make)  # may read a file, and fail on one rank only
-            self._last_candidates.update(key=key, made=made)
-        return self._last_candidates["made"]
+        """Return what ``make`` returns; the newest ``CANDIDATES`` results are kept. Collective."""
+        kept = self._kept_candidates
+        if key not in kept:
+            kept[key] = on_all_ranks(self.processes, make)  # a file may be missing on one rank only
+            if len(kept) > CANDIDATES:
+                del kept[next(iter(kept))]
+        return kept[key]
 
     @cached_property
-    def _last_candidates(self) -> dict[str, Any]:
+    def _kept_candidates(self) -> dict[tuple[str | None, ...], Any]:
         return {}
 
     def __repr__(self) -> str:

@@ -9,10 +9,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
+from kge_torchrec.answers.batch_inference import FileReport, answer_file, read_triples, score_file
 from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest_entities
 from kge_torchrec.answers.predictions import FEW, Choice, Prediction, Query, predict
 from kge_torchrec.answers.recommendations import choice, recommend
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
 
@@ -186,11 +187,12 @@ class Answering:
         check_side(side)
         return score_file(self.model, path, side, output, format, names)
 
-    def score(self, triples: Sequence[Triple], side: Side = "tail") -> list[float]:
+    def score(self, triples: InMemory, side: Side = "tail") -> list[float]:
         """Return the scores of triples, bit for bit the same as in ``predict``.
 
         Args:
-            triples: T triples (head, relation, tail) of labels or ids.
+            triples: T triples (head, relation, tail) of labels or ids; or a data frame or an Arrow
+                table of labels, in the form for ``prepare``.
             side: Score as a query for the "tail" or the "head". With reciprocal relations the two
                 scores differ.
 
@@ -203,7 +205,11 @@ class Answering:
             ValueError: ``side`` is unknown.
         """
         check_side(side)
-        return self.model.scores(self.model.triple_ids(triples), side).tolist()
+        if hasattr(triples, "__arrow_c_stream__"):
+            ids = torch.from_numpy(read_triples(triples, self.model))
+        else:
+            ids = self.model.triple_ids(triples)
+        return self.model.scores(ids, side).tolist()
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
         """Return the k nearest entities to an entity, nearest first.

@@ -2,7 +2,7 @@
 
 Heads come in batches and tails in blocks of the shard, so memory holds one block of scores and
 the results. All N x N pairs are scored, so the time grows with N squared unless the candidates
-are restricted.
+are restricted. If every entity has one type, pairs are of the types that the relation has.
 
 Shapes: B heads per batch, n tails per block, k triples, M triples found.
 """
@@ -19,10 +19,9 @@ from torch import Tensor
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.sort import chunks
-from kge_torchrec.data.store.filter_index import anchors_of, relations_of
-from kge_torchrec.distributed.processes import on_all_ranks
-from kge_torchrec.ranking.blocks import erase, local_scores, scoring
-from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
+from kge_torchrec.data.store.filter_index import Answers, anchors_of, relations_of
+from kge_torchrec.ranking.blocks import scoring
+from kge_torchrec.ranking.search import Queries, allowed_scores
 from kge_torchrec.trained_model import Label, TrainedModel
 
 HEADS = 512  # heads per batch
@@ -68,24 +67,28 @@ def new_links(
 ) -> list[Link]:
     """Return the best triples of a relation that no split holds; see ``Run.new_links``. Collective.
 
-    Tail queries give the scores. NaN scores are left out.
+    Tail queries give the scores. Scores of NaN and minus infinity are left out.
     """
     at_least("k", k, 1)
     one_of("candidates", candidates, CANDIDATES)
-    store = model.known("new links")
+    known = model.known("new links").filter_index()
     number = int(model.relation_ids(relation))
-    only: Candidates | None = None
+    heads = torch.arange(model.num_entities)
     if candidates == "seen":
-        only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
-    best = _Best(k)
-    train_heads = None if only is None else _seen_heads(model, number)
-    total = model.num_entities if train_heads is None else len(train_heads)
-    with scoring(model.scorer), model.bar(total, "pairs of all heads", "head") as bar:
-        for first in range(0, total, HEADS):
-            stop = min(first + HEADS, total)
-            heads = torch.arange(first, stop) if train_heads is None else train_heads[first:stop]
-            _score(model, heads, number, only, loops, best)
-            bar.update(len(heads))
+        heads = _seen_heads(model, number)
+    elif model.ends is not None:
+        candidates, heads = "types", torch.from_numpy(model.ends.entities("head", number))
+    only, best = model.candidates(candidates), _Best(k)
+    with scoring(model.scorer), model.bar(len(heads), "pairs of all heads", "head") as bar:
+        for batch in heads.split(HEADS):
+            queries = Queries(batch, torch.full_like(batch, number), "tail", only)
+            exclude = known.answers("tail", batch.numpy(), queries.relations.numpy())
+            if not loops:
+                exclude = Answers.merged([exclude, Answers.single(batch.numpy())])
+            blocks = allowed_scores(model.scorer, model.shard, queries, exclude, nan_is_best=False)
+            for first, scores in blocks:
+                best.offer(batch, first, scores)
+            bar.update(len(batch))
     links = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], k)
     (label,) = model.relation_labels.labels([number])
     columns = (
@@ -103,34 +106,6 @@ def _seen_heads(model: TrainedModel, relation: int) -> Tensor:
     queries = model.known("new links").side_index("train", "tail").queries
     parts = [anchors_of(part[relations_of(part) == relation]) for part in chunks(queries)]
     return torch.from_numpy(np.concatenate(parts))
-
-
-def _score(
-    model: TrainedModel,
-    heads: Tensor,
-    relation: int,
-    only: Candidates | None,
-    loops: bool,
-    best: _Best,
-) -> None:
-    """Score some heads with all tails of this rank, and offer the pairs to ``best``."""
-    device = model.shard.device
-    relations = torch.full_like(heads, relation)
-    known = model.known("new links").filter_index().answers(
-        "tail", heads.numpy(), relations.numpy()
-    )  # fmt: skip
-    rows = model.shard.fetch(heads.to(device))
-    blocks = local_scores(model.scorer, model.shard, rows, relations.to(device), "tail")
-    for first, scores in blocks:
-        erase(scores, first, known, torch.nan)  # NaN passes no threshold
-        stop = first + scores.shape[1]
-        if only is not None:
-            mask = torch.from_numpy(only.mask("tail", relation, first, stop)).to(device)
-            scores.masked_fill_(~mask, torch.nan)
-        if not loops:
-            own = ((heads >= first) & (heads < stop)).nonzero()[:, 0]
-            scores[own.to(device), (heads[own] - first).to(device)] = torch.nan
-        best.offer(heads, first, scores)
 
 
 class _Best:
@@ -153,11 +128,11 @@ class _Best:
             self._parts.append(Triples(heads.numpy()[row.cpu().numpy()], tails, values))
 
     def _least(self, scores: Tensor) -> float:
-        """Return the lowest score that can still be among the k best."""
-        so_far = self.triples.scores
+        """Return the lowest score that can still be among the k best; it is finite."""
+        so_far, lowest = self.triples.scores, torch.finfo(torch.float32).min
         if len(so_far) == self._k:
             return float(so_far[-1])
         if scores.numel() <= self._k:
-            return -np.inf
+            return lowest
         values = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return float(values.view(-1).topk(self._k).values[-1])
+        return max(lowest, float(values.view(-1).topk(self._k).values[-1]))

@@ -16,7 +16,6 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import FEW as FEW_QUERIES
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
-from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.search import Queries
@@ -98,6 +97,11 @@ def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Predictio
     Equal scores come in order of id; NaN counts as -inf.
     """
     missing = query.missing
+    for name, part in zip(PARTS, query, strict=True):
+        if np.ndim(part):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{name} must be one label or id, got {part!r:.60}; answer_file takes many queries"
+            )
     ids_of_part = model.entity_ids, model.relation_ids, model.entity_ids
     parts = zip(ids_of_part, query, strict=True)
     ids = torch.stack(
@@ -125,25 +129,11 @@ def predictions(
 def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
     """Return the answers to queries (B, 3) that miss the same part, whose id counts for nothing.
 
-    Memory holds one block of scores and the answers. If every entity has one type, answers are of
-    a type that the relation has on that side. Collective.
-
-    Raises:
-        DataError: An entity is of a type that the relation does not have on that side.
+    Memory holds one block of scores and the answers; see ``find_best``. Collective.
     """
-    only = choice.only
-    if missing != "relation" and model.ends is not None:
-        model.ends.check(missing, queries.numpy())
-        only = model.candidates("types") if only is None else only
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
-    if missing == "relation":
-        scores, ids = find_best(model, missing, queries, choice.k, exclude)
-    else:
-        asked, left_out = _split(queries, missing, exclude)
-        asked = asked._replace(only=only)
-        if not choice.itself:
-            left_out = Answers.merged([left_out, Answers.single(asked.anchors.numpy())])
-        scores, ids = model.best(asked, choice.k, left_out)
+    more = choice.k, exclude, choice.only, choice.itself
+    scores, ids = find_best(model, missing, queries, *more)
     is_listed = ids >= 0
     query = is_listed.nonzero()[:, 0]
     return Results(query.numpy(), ids[is_listed].numpy(), scores[is_listed].numpy())
@@ -155,27 +145,40 @@ def find_best(
     queries: Tensor,
     k: int,
     exclude: FilterIndex | None = None,
+    only: Candidates | None = None,
+    itself: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the k best answers of each query (B, 3) that are not in ``exclude``. Collective.
+
+    Args:
+        model: The model.
+        missing: The part that the queries miss.
+        queries: (B, 3) int64; the id of the missing part counts for nothing.
+        k: The number of answers.
+        exclude: Known answers to leave out.
+        only: The entities that may be answers. None: all entities, or if every entity has one
+            type, those of the types that the relation has on that side.
+        itself: Whether the known entity of a query may be an answer.
 
     Returns:
         Scores (B, k) float32, best first, and ids (B, k) int64, with fewer columns if there are
         fewer candidates. Missing answers have the id -1.
+
+    Raises:
+        DataError: An entity is of a type that the relation does not have on that side.
     """
     if missing == "relation":
         scores, ids = _relations(model, queries, exclude)
         return scores[:, :k], ids[:, :k]
-    asked, left_out = _split(queries, missing, exclude)
-    return model.best(asked, k, left_out)
-
-
-def _split(queries: Tensor, side: Side, exclude: FilterIndex | None) -> tuple[Queries, Answers]:
-    """Return queries (B, 3) for heads or tails, and the answers to leave out."""
-    anchors, relations = queries[:, 0 if side == "tail" else 2], queries[:, 1]
-    left_out = Answers(len(queries), [])
+    if model.ends is not None:
+        model.ends.check(missing, queries.numpy())
+        only = model.candidates("types") if only is None else only
+    anchors, relations = queries[:, 0 if missing == "tail" else 2], queries[:, 1]
+    left_out = [] if itself else [Answers.single(anchors.numpy())]
     if exclude is not None:
-        left_out = exclude.answers(side, anchors.numpy(), relations.numpy())
-    return Queries(anchors, relations, side), left_out
+        left_out.append(exclude.answers(missing, anchors.numpy(), relations.numpy()))
+    asked = Queries(anchors, relations, missing, only)
+    return model.best(asked, k, Answers.merged(left_out) if left_out else None)
 
 
 def _relations(

@@ -209,6 +209,11 @@ class Ends:
         chosen = np.concatenate([[False], types[self._type_of_run], [False]])
         return self._bounds[np.diff(chosen)].reshape(-1, 2)
 
+    def entities(self, side: Side, relation: int) -> np.ndarray:
+        """Return the entities (M,) int64 of the types that a relation has on a side, ascending."""
+        ranges = self.ranges(self._allowed[side][relation])
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(*ends) for ends in ranges)])
+
     def check(self, missing: str, queries: np.ndarray) -> None:
         """Check the types of the known entities of queries.
 

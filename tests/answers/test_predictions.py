@@ -6,6 +6,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from ranking_cases import make_known
@@ -15,7 +16,7 @@ from kge_torchrec import api
 from kge_torchrec.answers import predictions
 from kge_torchrec.answers.predictions import Results, find_best
 from kge_torchrec.config import ConfigError
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import DataError, KGEError
 
 PARTS = ("head", "relation", "tail")
 
@@ -111,6 +112,17 @@ def test_relation_scores_do_not_depend_on_blocks(run, monkeypatch):
     expected = run.predict(head="e1", tail="e2")
     monkeypatch.setattr(predictions, "RELATIONS", 2)
     assert run.predict(head="e1", tail="e2") == expected
+
+
+def test_tables_are_scored_and_lists_of_labels_are_refused(run):
+    triples = of_split(run, "test")[:5]
+    table = pa.table(dict(zip(PARTS, map(list, zip(*triples, strict=True)), strict=True)))
+    assert run.score(table) == run.score(np.array(triples)) == run.score(triples)
+    with pytest.raises(DataError, match="triples: triple 0: unknown entity 'nobody'"):
+        run.score(pa.table({"head": ["nobody"], "relation": ["r0"], "tail": ["e1"]}))
+    for parts in ({"head": ["e1"], "relation": "r0"}, {"relation": "r0", "tail": ("e1", "e2")}):
+        with pytest.raises(ConfigError, match=r"must be one label or id, got .*answer_file"):
+            run.predict(**parts)
 
 
 def test_queries_that_need_data_are_rejected(model):
