@@ -23,8 +23,10 @@ _HOMES = {
     "resume": "kge_torchrec.api",
     "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
+    "train_seeds": "kge_torchrec.seeds",
     "tune": "kge_torchrec.tuning.study",
     "Run": "kge_torchrec.trained_run",
+    "SeedRuns": "kge_torchrec.seeds",
     # settings
     "Config": "kge_torchrec.config",
     "CheckpointConfig": "kge_torchrec.config",
@@ -93,6 +95,8 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import Scorer as Scorer
     from kge_torchrec.reports.data_check import check_data as check_data
     from kge_torchrec.reports.page import report as report
+    from kge_torchrec.seeds import SeedRuns as SeedRuns
+    from kge_torchrec.seeds import train_seeds as train_seeds
     from kge_torchrec.serving.server import serve as serve
     from kge_torchrec.trained_run import Run as Run
     from kge_torchrec.trained_run import open_run as open_run

@@ -190,7 +190,7 @@ _SHARED_HELP = {
     "format": "how results are written",
     "output": "file to write (default: print)",
     "names": "file of labels and readable names, which are shown beside the labels",
-    "log": "json: one object per line on stderr, without bars",
+    "log_format": "json: one object per line on stderr, without bars",
 }
 
 
@@ -277,7 +277,8 @@ def parser_of(name: str) -> VerbParser:
         parser.add_argument(*flags, **options)
         runs += [item.name] if "run" in words else []
         if item.kind is item.POSITIONAL_ONLY:
-            shown = options.get("metavar") or "|".join(options["choices"])
+            few = "|".join(options.get("choices", ()))
+            shown = options.get("metavar") or (few if len(few) < 20 else item.name.upper())
             shown += " ..." if options.get("nargs") in ("+", "*") else ""
             usage.append(f"[{shown}]" if options.get("nargs") in ("?", "*") else shown)
         elif item.default is item.empty:

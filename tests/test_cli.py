@@ -13,12 +13,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from training_runs import QUIET
 
 import kge_torchrec
-from kge_torchrec import environment
-from kge_torchrec.cli import VERBS, main
+import kge_torchrec.commands.predict
+from kge_torchrec import commands, environment
+from kge_torchrec.cli import VERBS, _old_style, main, parser_of
 from kge_torchrec.config import all_keys
+from kge_torchrec.config.parser import load_config
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
@@ -81,7 +84,47 @@ def test_evaluate_reproduces_the_results(run, capsys):
     expected = json.loads((run / "results.json").read_text())["test"]
     assert json.loads(capsys.readouterr().out) == expected
     assert main(["evaluate", str(run), "--split", "valid"]) == 0
-    assert "realistic" in capsys.readouterr().out
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[2:5]] == ["head", "tail", "both"]
+    assert re.fullmatch(r"checkpoint of epoch \d, selected by valid mrr 0\.\d{4}", out[5])
+    assert main(["evaluate", str(run), "--ties"]) == 0
+    assert capsys.readouterr().out.count("pessimistic") == 3
+
+
+def test_settings_stand_before_or_after_the_config(tmp_path, capsys):
+    for name, words in {"a": [*flags(), "demo"], "b": ["demo", *flags()]}.items():
+        words = [w for word in words for w in word.split("=", 1)]  # --key value
+        assert main(["train", *words, "--run.dir", str(tmp_path / name), "--force"]) == 1
+    assert capsys.readouterr().err.count("--force resumes a run without checkpoints") == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--train.epochs", "1", "demo", "more"])
+    assert ended.value.code == 2 and "unexpected argument 'more'" in capsys.readouterr().err
+
+
+def test_train_takes_the_config_of_a_run(run, tmp_path):
+    assert main(["train", str(run), "--seed", "1", "--run.dir", str(tmp_path / "new")]) == 0
+    before, after = (load_config(folder).to_dict() for folder in (run, tmp_path / "new"))
+    assert before.pop("seed") == 0 and after.pop("seed") == 1
+    assert before.pop("run") and after.pop("run") and before == after
+
+
+def test_threads_of_a_verb_hold_for_runs_and_exports(run, tmp_path, monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    query = ["--head", "Germany", "--relation", "borders", "--threads", "2"]
+    assert main(["export", str(run), "-o", str(tmp_path / "export"), "--threads", "1"]) == 0
+    write = commands.predict.write_records
+    monkeypatch.setattr(
+        commands.predict,
+        "write_records",
+        lambda *args: seen.append(torch.get_num_threads()) or write(*args),
+    )
+    try:
+        for folder in (run, tmp_path / "export"):
+            torch.set_num_threads(1)
+            assert main(["predict", str(folder), *query]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 2]
 
 
 def test_predict_prints_scored_answers(run, capsys):
@@ -211,11 +254,13 @@ def test_help_of_a_verb_names_related_verbs(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_own_help(capsys, verb):
+def test_every_verb_has_its_own_help_that_says_what_each_argument_means(capsys, verb):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and text.startswith(f"usage: kge-torchrec {verb}")
+    if _old_style(verb) is None:
+        assert all(action.help for action in parser_of(verb)._actions)
 
 
 def test_version_is_printed(capsys):

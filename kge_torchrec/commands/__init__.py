@@ -34,23 +34,13 @@ Rows = Literal["table", "json", "tsv", "parquet"]
 
 
 def follow_log(log: Log) -> list[str]:
-    """Write lines of progress as --log says; return the settings of a config that belong to it."""
+    """Follow --log-format; return the settings of a config that belong to it."""
     if log == "text":
         return []
     from kge_torchrec.lines import show_as_json
 
     show_as_json()
     return ["--run.progress=false"]
-
-
-def add_log(verb: Any) -> None:
-    """Add --log to a verb that is not a typed function yet."""
-    verb.add_argument("--log", choices=("text", "json"), default="text")
-
-
-def take_log(parsed: Any) -> list[str]:
-    """Follow --log of a verb that is not a typed function yet."""
-    return follow_log(parsed.log)
 
 
 def write_records(

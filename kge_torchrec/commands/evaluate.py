@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
+from kge_torchrec.commands.output import Cell, Format, results_table, rows_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced, loading_torch
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
+    from kge_torchrec.seeds import SeedRuns
 
 
 def evaluate(
-    run: RunPath,
+    runs: Annotated[Sequence[RunPath], "RUN"],
     /,
     *,
     split: Literal["test", "valid", "train"] | None = None,
@@ -26,12 +28,21 @@ def evaluate(
     candidates: Literal["all", "seen", "types", "fixed"] | None = None,
     types: File | None = None,
     candidate_file: File | None = None,
-    format: Table = "table",
+    seeds: Annotated[str | None, "N|N,N,..."] = None,
+    ties: bool = False,
+    format: Format = "table",
 ) -> int:
     """Rank the triples of a split with a trained run.
 
+    Of a folder of train --seeds it shows the mean and standard deviation over its runs. A second
+    folder is compared with the first, by a paired test over the seeds that both have.
+
+    Examples:
+      kge-torchrec evaluate RUN --split valid --by relation
+      kge-torchrec evaluate runs/umls-complex runs/umls-rotate --format latex
+
     Args:
-        run: the folder or URL of a run
+        runs: the folder or URL of a run, or folders of train --seeds
         split: the split to rank (default: test)
         triples: rank the triples of a file instead of a split: head, relation and tail with tabs
         by: also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the frequency
@@ -44,31 +55,55 @@ def evaluate(
             evaluation.candidates)
         types: for --candidates types: a file of lines entity, tab, type
         candidate_file: for --candidates fixed: a .npz file with head_neg and tail_neg
+        seeds: the seeds of the folders to use (default: all)
+        ties: also show the optimistic and pessimistic ranks of equal scores
     """
+    from kge_torchrec.seeds import SeedRuns, is_seeds, parse_seeds
+
     if split is not None and triples is not None:
         raise ConfigError("evaluate ranks --split or --triples, not both; leave one of them out")
     options = {"types": types, "file": candidate_file}
-    with opened(run) as trained:
-        results = trained.evaluate(
-            split or "test",
-            by,
-            candidates,
-            triples=triples,
-            candidates_options={name: file for name, file in options.items() if file is not None},
-            recommend=recommend,
-            side=side,
-        )
+    chosen: dict[str, Any] = {
+        "split": split or "test",
+        "candidates": candidates,
+        "triples": triples,
+        "candidates_options": {name: file for name, file in options.items() if file is not None},
+    }
+    if recommend or by:
+        if len(runs) > 1 or is_seeds(runs[0]):
+            raise ConfigError("--by and --recommend evaluate one run, such as FOLDER/seed-0")
+        if format in ("latex", "csv"):
+            raise ConfigError(f"--format {format} is for ranks: leave --by and --recommend out")
+    if len(runs) > 1 or is_seeds(runs[0]):
+        for run in runs:
+            if not is_seeds(run):
+                raise ConfigError(
+                    f"evaluate compares folders of train --seeds, and {run} is none; evaluate one "
+                    "run at a time"
+                )
+        numbers = () if seeds is None else parse_seeds(seeds)
+        return _evaluate_seeds({run: SeedRuns(run) for run in runs}, numbers, chosen, format)
+    if seeds is not None:
+        raise ConfigError(f"--seeds: {runs[0]} is no folder of train --seeds; leave it out")
+    with opened(runs[0]) as trained:
+        results = trained.evaluate(by=by, recommend=recommend, side=side, **chosen)
 
     if not is_first_rank():
         return 0
     if format == "json":
         print(json.dumps(results))
         return 0
-    from kge_torchrec.ranking.ranks import results_table
-    from kge_torchrec.ranking.recommendation import recommendation_table
-
     groups, counts = results.pop("by", {}), results.pop("triples", None)
-    print((recommendation_table if recommend else results_table)(results))
+    if recommend:
+        from kge_torchrec.ranking.recommendation import recommendation_table
+
+        print(recommendation_table(results))
+    else:
+        print(results_table(results, format, ties))
+    if format != "table":
+        return 0
+    if trained.folder.results.exists():
+        print(selection(trained.results))
     if counts is not None:
         splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
         print(f"{counts['count']:,} triples of {triples}; of them {splits}")
@@ -81,6 +116,59 @@ def evaluate(
         written += "-recommendations" * bool(recommend)
         if any(trained.path.glob(f"evaluation-{written}-by-*")):  # none in a read-only folder
             print(f"\nfiles: {trained.path}/evaluation-{written}-by-*")
+    return 0
+
+
+def _evaluate_seeds(
+    runs: dict[str, SeedRuns], seeds: Sequence[int], chosen: dict[str, Any], format: Format
+) -> int:
+    """Print mean and deviation of each folder of seeds, and paired tests with the first."""
+    from kge_torchrec.seeds import paired_test, spread
+
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, several in runs.items():
+        recorded = several.results(seeds)
+        results[name] = {seed: x["test"] for seed, x in recorded.items()}
+        others = {key: value for key, value in chosen.items() if key != "split"}
+        if chosen["split"] != "test" or any(others.values()) or None in results[name].values():
+            for seed in recorded:
+                with opened(str(several.folder(seed).path)) as trained:
+                    results[name][seed] = trained.evaluate(**chosen)
+    first, *others_of = results
+    spreads = {name: spread(x) for name, x in results.items()}
+    tests = {name: paired_test(results[first], results[name]) for name in others_of}
+    if not is_first_rank():
+        return 0
+    if format == "json":
+        stats = {
+            name: {
+                "seeds": results[name],
+                "mean": {side: {k: x[0] for k, x in row.items()} for side, row in rows.items()},
+                "std": {side: {k: x[1] for k, x in row.items()} for side, row in rows.items()},
+            }
+            for name, rows in spreads.items()
+        }
+        print(json.dumps({"runs": stats, "paired": {"first": first, "with": tests}}))
+        return 0
+    rows: list[dict[str, Cell]] = [
+        {"run": name, "seeds": str(len(results[name])), "side": side, **row}
+        for name, sides in spreads.items()
+        for side, row in sides.items()
+    ]
+    print(rows_table(rows, format))
+    if format != "table":
+        return 0
+    for name, test in tests.items():
+        shared = sorted(results[first].keys() & results[name].keys())
+        print(
+            f"\npaired t-test of {name} against {first}, both sides, "
+            f"seeds {', '.join(map(str, shared))}"
+        )
+        for metric, found in test.items():
+            ending = "equal differences: no test"
+            if found["p"] is not None:
+                ending = f"t {found['t']:+.2f}, p {found['p']:.4f}"
+            print(f"  {metric:<8} {found['difference']:+.4f}  {ending}")
     return 0
 
 

@@ -16,11 +16,13 @@ from kge_torchrec.commands import (
     follow_log,
     is_first_rank,
 )
+from kge_torchrec.commands.output import Cell, results_table, rows_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
+    from kge_torchrec.seeds import SeedRuns
     from kge_torchrec.trained_run import Run
 
 
@@ -29,9 +31,11 @@ def train(
     /,
     *,
     settings: Settings = (),
+    seeds: Annotated[str | None, "N|N,N,..."] = None,
     resume: Annotated[str | None, "RUN"] = None,
     force: bool = False,
-    log: Log = "text",
+    ties: bool = False,
+    log_format: Log = "text",
 ) -> int:
     """Train, rank the test triples with the best model, and write the folder of the run.
 
@@ -41,21 +45,26 @@ def train(
     Examples:
       kge-torchrec train demo
       kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05 --run.dir runs/mine
-      kge-torchrec train runs/mine --seed 1        a new run with the config of a run
-      kge-torchrec train --resume runs/mine --train.epochs 200
+      kge-torchrec train runs/mine --seed 1                           a new run, the same config
+      kge-torchrec train --resume runs/mine --train.epochs 200       the same run, longer
+      kge-torchrec train umls --seeds 5 --run.dir runs/umls           a run per seed, 0 to 4
       torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
 
     Args:
         config: a YAML file, the name of a published one, or the folder or URL of a run, whose
             config a new run takes
+        seeds: train a run per seed into --run.dir: a number of seeds (from 0 on), or seeds such as
+            0,1,2; the same command, or --resume with the folder, trains only what is missing
         resume: resume the run in this folder as if it had never stopped, on any number of ranks;
-            --key.sub changes a key from now on. The URL of a copied run is fetched into --run.dir
-            (default: runs/NAME)
+            --key.sub changes a key from now on. RUN as CONFIG starts another run instead. The URL
+            of a copied run is fetched into --run.dir (default: runs/NAME)
         force: start at epoch 1 if all checkpoints of RUN are missing
+        ties: also show the optimistic and pessimistic ranks of equal scores
     """
     from kge_torchrec.config.parser import load_config, read_config
+    from kge_torchrec.seeds import is_seeds, resume_seeds, train_seeds
 
-    settings = [*settings, *follow_log(log)]
+    settings = [*settings, *follow_log(log_format)]
     if resume is None:
         if force:
             raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
@@ -63,21 +72,41 @@ def train(
             loaded = load_config(config, settings)
             from kge_torchrec import api
 
-        return _report(api.train(loaded))
+        if seeds is not None:
+            return _report_seeds(train_seeds(loaded, seeds))
+        return _report(api.train(loaded), ties)
+    if seeds is not None:
+        raise ConfigError("--seeds: the folder of --resume has its seeds; leave one of them out")
     if config is not None:
         raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
     read_config(None, settings)  # reject unknown keys before torch is loaded
     with loading_torch():
-        if not is_url(resume):
+        several_seeds = is_seeds(resume)
+        if not is_url(resume) and not several_seeds:
             config_of(resume)
         from kge_torchrec import api
 
-    return _report(api.resume(resume, settings, force=force))
+    if several_seeds:
+        return _report_seeds(resume_seeds(resume, settings))
+    return _report(api.resume(resume, settings, force=force), ties)
 
 
-def _report(run: Run) -> int:
+def _report_seeds(runs: SeedRuns) -> int:
+    """Print mean and deviation of the results on test, on rank 0."""
+    from kge_torchrec.seeds import spread
+
+    results = runs.results()
+    if is_first_rank() and all(x["test"] is not None for x in results.values()):
+        stats = spread({seed: x["test"] for seed, x in results.items()})
+        rows: list[dict[str, Cell]] = [{"side": side, **row} for side, row in stats.items()]
+        title = f"test, mean and standard deviation of {len(results)} seeds"
+        print(f"\n{title}\n{rows_table(rows)}\n\nrun folders: {runs.path}/seed-*")
+    return 0
+
+
+def _report(run: Run, ties: bool) -> int:
     """Print the results and the run folder, on rank 0; return 1 if its copy is not complete."""
-    from kge_torchrec.ranking.ranks import ranked_among, results_table
+    from kge_torchrec.ranking.ranks import ranked_among
     from kge_torchrec.training.remote_runs import copy_problem
 
     if not is_first_rank():
@@ -86,7 +115,7 @@ def _report(run: Run) -> int:
     if results["test"] is not None:
         test = results["test"]  # the table names the candidates if they are restricted
         among = "" if "candidates" in test else f", {ranked_among(test)}"
-        print(f"\ntest{among}\n{results_table(test)}")
+        print(f"\ntest{among}\n{results_table(test, ties=ties)}\n{selection(results)}")
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
     if (early := train.get("stopped_early")) is not None:
@@ -116,7 +145,7 @@ def extend(
     allow_unseen_relations: bool = False,
     features: File | None = None,
     set: Annotated[Repeated[str], "KEY=VALUE"] = (),
-    log: Log = "text",
+    log_format: Log = "text",
 ) -> int:
     """Add triples, with new entities and relations, to a run.
 
@@ -152,7 +181,7 @@ def extend(
         checkpoint=checkpoint,
         allow_unseen_relations=allow_unseen_relations,
         features=features,
-        overrides=[*(f"--{setting}" for setting in set), *follow_log(log)],
+        overrides=[*(f"--{setting}" for setting in set), *follow_log(log_format)],
     )
     if is_first_rank():
         _report_extension(made)
@@ -160,8 +189,6 @@ def extend(
 
 
 def _report_extension(made: Run) -> None:
-    from kge_torchrec.ranking.ranks import results_table
-
     results = made.results
     extended = results["extended"]
     if results["test"] is not None:

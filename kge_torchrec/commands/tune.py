@@ -26,7 +26,7 @@ def tune(
     halving: Literal["epochs", "none"] | None = None,
     storage: Annotated[str | None, "URL"] = None,
     resume: Annotated[str | None, "STUDY"] = None,
-    log: Log = "text",
+    log_format: Log = "text",
 ) -> int:
     """Train with many settings, drop poor ones early, and write the best config.
 
@@ -54,7 +54,7 @@ def tune(
         raise ConfigError("tune runs trials of one process each; call it without torchrun")
     if trials is not None:
         at_least("trials", trials, 1)
-    settings = [*settings, *follow_log(log)]
+    settings = [*settings, *follow_log(log_format)]
     if resume is None:
         with loading_torch():
             loaded = load_config(config, settings)

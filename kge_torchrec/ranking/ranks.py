@@ -21,7 +21,6 @@ from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, compare
 
 KINDS = ("optimistic", "realistic", "pessimistic")
 HITS = (1, 3, 10)
-COLUMNS = ("mrr", "mr", *(f"hits@{k}" for k in HITS))
 
 
 @dataclass(frozen=True)
@@ -157,25 +156,6 @@ def ranked_among(results: dict[str, Any]) -> str:
     return f"{text}; true answers outside, ranked last: {outside}"
 
 
-def results_table(results: dict[str, Any]) -> str:
-    """Return the metrics as a fixed-width text table, one line per side and kind.
-
-    With other candidates than all entities, a line above the table says so.
-    """
-    lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
-    lines.append("-" * len(lines[0]))
-    for side, kinds in results.items():
-        for kind, row in kinds.items() if side in ("head", "tail", "both") else ():
-            lines.append(f"{side:<6}{kind:<13}" + "".join(_cell(row, name) for name in COLUMNS))
-    if "candidates" in results:
-        lines = [ranked_among(results), *lines]
-    return "\n".join(lines)
-
-
 def _summary(ranks: np.ndarray) -> dict[str, float]:
     means = {"mrr": float((1 / ranks).mean()), "mr": float(ranks.mean())}
     return means | {f"hits@{k}": float((ranks <= k).mean()) for k in HITS}
-
-
-def _cell(row: dict[str, float], name: str) -> str:
-    return f"{row[name]:>10.1f}" if name == "mr" else f"{row[name]:>10.4f}"

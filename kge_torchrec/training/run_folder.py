@@ -247,6 +247,8 @@ class RunFolder:
             what = "no run folder: it has no config.yaml"
             if (self.path / "model.json").is_file():
                 what = "an export; name the run that it was made from"
+            if (self.path / "seeds.json").is_file():
+                what = f"a folder of several seeds; name one of its runs, {self.path}/seed-..."
             raise ConfigError(f"{self.path} is {what}")
         return read_run_config(file, [*words_of(self.given), *words_of(overrides)])
 

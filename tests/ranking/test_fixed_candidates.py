@@ -14,12 +14,13 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
+from kge_torchrec.commands.output import results_table
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.fixed import MISSING, FixedLists, rank_among_lists, read_lists
-from kge_torchrec.ranking.ranks import Ranks, metrics, ranked_among, results_table
+from kge_torchrec.ranking.ranks import Ranks, metrics, ranked_among
 from kge_torchrec.training.session import selection_of
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from kge_torchrec.ranking.ranks import Ranks, metrics, results_table
+from kge_torchrec.commands.output import results_table
+from kge_torchrec.ranking.ranks import Ranks, metrics
 
 
 def ranks(head, tail):
@@ -51,9 +52,21 @@ def test_metrics_of_no_triples_raise(nothing):
         metrics(nothing)
 
 
-def test_table_is_aligned_and_complete():
+def test_table_shows_realistic_ranks_and_with_ties_all():
     lines = results_table(metrics(EXAMPLE)).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["head", "tail", "both"]
+    assert lines[0].split() == ["side", "mrr", "mr", "hits@1", "hits@3", "hits@10"]
+    assert lines[2].split() == ["head", "0.5000", "2.2", "0.0000", "1.0000", "1.0000"]
+    lines = results_table(metrics(EXAMPLE), ties=True).splitlines()
     assert len(lines) == 2 + 9
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["side", "ties", "mrr", "mr", "hits@1", "hits@3", "hits@10"]
     assert lines[3].split() == ["head", "realistic", "0.5000", "2.2", "0.0000", "1.0000", "1.0000"]
+
+
+def test_table_as_csv_and_latex():
+    text = results_table(metrics(EXAMPLE), "csv").splitlines()
+    assert text[0] == "side,mrr,mr,hits@1,hits@3,hits@10" and text[1].startswith("head,0.5,2.25,")
+    text = results_table(metrics(EXAMPLE), "latex").splitlines()
+    assert text[0] == r"\begin{tabular}{lrrrrr}" and text[-1] == r"\end{tabular}"
+    assert text[4] == r"head & 0.5000 & 2.2 & 0.0000 & 1.0000 & 1.0000 \\"

@@ -76,7 +76,7 @@ def test_one_object_a_line(store, tmp_path, capsys, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     config_of(store, tmp_path / "run", evaluation__every=1).save(tmp_path / "my.yaml")
-    assert main(["train", str(tmp_path / "my.yaml"), "--log", "json"]) == 0
+    assert main(["train", str(tmp_path / "my.yaml"), "--log-format", "json"]) == 0
     objects = list(map(json.loads, capsys.readouterr().err.splitlines()))
     kinds = [one["kind"] for one in objects]
     assert kinds.count("epoch") == kinds.count("valid") == 2 and "note" in kinds
