@@ -208,3 +208,14 @@ def test_run_follows_its_moved_store_and_folder(tmp_path):
     other = tiny_store(tmp_path / "other", train=100).path
     with pytest.raises(Exception, match=r"triples at hand are not the ones"):
         api.resume(moved["run.dir"], {"data.path": str(other), "train.epochs": 3})
+
+
+def test_device_names_the_key_of_the_optimizer_that_it_lacks():
+    """A type's table may have an optimizer of its own."""
+    foreign = {"u": {"optimizer": "foreign_parts:Momentum"}}
+    config = config_from_dict({"entities.tables": foreign})
+    with pytest.raises(ConfigError, match=r"^entities\.tables\.u\.optimizer foreign_parts:Mom"):
+        config.check_device(on_cuda=True)
+    config = config_from_dict({"train.optimizer": "foreign_parts:Momentum"})
+    with pytest.raises(ConfigError, match=r"^train\.optimizer foreign_parts:Momentum: on GPUs"):
+        config.check_device(on_cuda=True)

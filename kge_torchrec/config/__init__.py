@@ -30,8 +30,8 @@ from kge_torchrec.config.model import (
     LossConfig,
     ModelConfig,
 )
-from kge_torchrec.config.placement import check_placement
-from kge_torchrec.config.registry import is_built_in, resolve
+from kge_torchrec.config.registry import is_built_in
+from kge_torchrec.config.rules import check_rules
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
     DEFAULTS,
@@ -129,115 +129,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self, "")
-        self.entities.check_preset(self.train)
-        self._check_tables()
-        check_placement(self)
-        if self.data.weights == "loss" and self.negatives.examples == "queries":
-            raise ConfigError(
-                f"data.weights loss: queries of negatives.regime {self.negatives.regime} have "
-                "several answers, which share one loss, and no weight of their own; use sampled "
-                "or 1vsall"
-            )
-        self._check_sides()
-        self._check_regime()
-        self._check_regularizers()
-        if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
-            raise ConfigError(
-                "train.pipeline sparse_dist is TorchRec's; with entities.engine "
-                f"{self.entities.engine} use auto or loop"
-            )
-
-    def _check_tables(self) -> None:
-        """Raise ConfigError for settings that do not go with tables per node type."""
-        if self.entities.tables is None:
-            return
-        for kind in self.entities.tables:
-            self.entities.table_of(kind, self.train, self.model)
-
-    def _check_sides(self) -> None:
-        """Raise ConfigError if ranking would use relations that are never trained.
-
-        With reciprocal relations, tail queries use relations and head queries their inverses.
-        Without, both use the same relations.
-        """
-        sides = self.negatives.sides
-        if self.model.reciprocal and sides != "both":
-            side, used = "tail", "the relations themselves"
-            if sides == "tail":
-                side, used = "head", "the relations' inverses"
-            raise ConfigError(
-                f"negatives.sides {sides}: with model.reciprocal true, {side} queries use {used}, "
-                "which would never be trained but are ranked; set negatives.sides both, or "
-                "model.reciprocal false"
-            )
-
-    def _check_regime(self) -> None:
-        regime, loss = self.negatives.regime, self.loss.name
-        if self.negatives.log_q and loss != "softmax":
-            raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
-        if regime == "sampled":
-            return
-        if self.negatives.is_full and not self.loss.has_closed_form:
-            raise ConfigError(
-                f"loss.name: {loss} has no closed form over all entities, which negatives.regime "
-                f"{regime} needs; use negatives.regime sampled or kvssample, or loss.name softmax "
-                "or bce"
-            )
-        if regime == "allvsall" and resolve("loss", loss).needs_answers:
-            raise ConfigError(
-                f"loss.name: {loss} has nothing to learn from the queries without answers that "
-                "negatives.regime allvsall adds; use bce, or kvsall"
-            )
-        if self.loss.relation_weight and regime != "1vsall":
-            raise ConfigError(
-                f"loss.relation_weight: negatives.regime {regime} trains queries, and relation "
-                "prediction needs single triples; use sampled or 1vsall"
-            )
-        if regime == "kvssample" and self.loss.options.get("answers", "mean") == "sum":
-            raise ConfigError(
-                f"loss.options.answers sum: negatives.regime {regime} does not sum answers; use "
-                "kvsall, or mean"
-            )
-        if regime == "kvssample" and (self.negatives.chunk_size or self.dense.compile):
-            key, why = "negatives.chunk_size", "samples entities for the whole batch; set it to 0"
-            if self.dense.compile:
-                key, why = "dense.compile", "has answers of any number; set it to false"
-            raise ConfigError(f"{key}: negatives.regime kvssample {why}")
-        if self.negatives.is_full:
-            self._check_full(regime)
-
-    def _check_regularizers(self) -> None:
-        """Raise ConfigError for a penalty on whole triples that this training cannot have."""
-        regime = self.negatives.regime
-        for name in self.loss.regularizers:
-            kind, key = resolve("regularizer", name), f"loss.regularizers.{name}"
-            if not kind.takes_triples:
-                continue
-            if regime not in ("sampled", "1vsall"):
-                raise ConfigError(
-                    f"{key}: queries of negatives.regime {regime} may have several answers, and "
-                    "this penalty is of single triples; use sampled or 1vsall"
-                )
-            kind.check_scorer(resolve("scorer", self.model.scorer), key)
-
-    def _check_full(self, regime: str) -> None:
-        if self.negatives.among == "types" and not self.loss.allows_typed_candidates:
-            raise ConfigError(
-                f"negatives.among types: with negatives.regime {regime} only loss.name softmax and "
-                "bce can leave entities out, without label_smoothing and with reduction sum; use "
-                "one of them, or negatives.among all"
-            )
-        if self.train.pipeline == "sparse_dist":
-            raise ConfigError(
-                f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
-                "there is no lookup for sparse_dist to send ahead; use auto"
-            )
-        if self.dense.compile:
-            raise ConfigError(
-                f"dense.compile: with negatives.regime {regime} a loss is in closed form over "
-                "blocks of scores, outside the function that is compiled; set it to false, or "
-                "negatives.regime sampled"
-            )
+        check_rules(self)
 
     @property
     def freezes(self) -> bool:
@@ -294,14 +186,17 @@ class Config:
             )
         if not on_cuda or self.entities.engine != "torchrec":
             return
-        for optimizer in self.entities.optimizers(self.train.optimizer):
-            if optimizer in OPTIMIZER_NAMES:
-                continue
-            raise ConfigError(
-                f"train.optimizer {optimizer}: on GPUs entities.engine torchrec steps inside "
-                f"FBGEMM's kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set "
-                "entities.engine handrolled"
-            )
+        named = {"train.optimizer": self.train.optimizer}
+        for kind in self.entities.tables or {}:
+            own = self.entities.optimizer_of(kind, self.train.optimizer)
+            named.setdefault(f"entities.tables.{kind}.optimizer", own)
+        for name, optimizer in named.items():
+            if optimizer not in OPTIMIZER_NAMES:
+                raise ConfigError(
+                    f"{name} {optimizer}: on GPUs entities.engine torchrec steps inside FBGEMM's "
+                    f"kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set entities.engine "
+                    "handrolled"
+                )
 
     @property
     def decided_by(self) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
-    ConfigError,
     PickedInt,
     between,
     choice,
@@ -381,66 +380,15 @@ class NegativesConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "negatives.")
-        self._check_candidates()
-        self._check_among()
         check_name("negative_sampler", self.sampling)
         if self.sampling not in ("uniform", "degree"):
             self.sampler_options()
-        if self.filtered and self.regime in FULL_REGIMES:
-            raise ConfigError(
-                f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "
-                "false, or use kvsall, where all known answers are right"
-            )
 
     @property
     def masks_candidates(self) -> bool:
         """Whether a batch marks candidates that are not negatives."""
         restricts = self.among not in (None, "all")
         return self.filtered or restricts or self.in_batch == "same_relation"
-
-    def _check_candidates(self) -> None:
-        """Raise ConfigError if options of sampled candidates contradict each other."""
-        if self.in_batch and self.chunk_size == 1:
-            raise ConfigError(
-                "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
-            )
-        if self.in_batch == "same_relation" and self.log_q:
-            raise ConfigError(
-                "negatives.log_q: with negatives.in_batch same_relation it depends on the relation "
-                "how often a candidate is drawn; set one of them to false"
-            )
-        if self.hardest and self.log_q:
-            raise ConfigError(
-                "negatives.log_q estimates the softmax over all entities from all that are drawn; "
-                "with negatives.hardest only some of them count"
-            )
-
-    def _check_among(self) -> None:
-        among, said, options = self.among, f"negatives.among {self.among}", self.among_options
-        if among in (None, "all"):
-            return
-        if self.is_full and among == "types":
-            if (options.types, options.share) != (None, 1):
-                raise ConfigError(
-                    f"negatives.among_options: negatives.regime {self.regime} takes all entities "
-                    "of the types of the store; leave types and share at their defaults"
-                )
-            return
-        if self.regime != "sampled":
-            what = "draws for all queries of a batch together"
-            if self.is_full:
-                what = "takes every entity, or with types every entity of a type, as a candidate"
-            raise ConfigError(f"{said}: negatives.regime {self.regime} {what}; use sampled")
-        if self.log_q:
-            raise ConfigError(
-                f"negatives.log_q: with {said} it depends on the triple what is drawn how often; "
-                "set it to false"
-            )
-        if options.share == 1 and self.sampling != "uniform":
-            raise ConfigError(
-                f"negatives.sampling {self.sampling}: {said} draws uniformly; set uniform, or "
-                "negatives.among_options.share below 1 for others that are drawn among all"
-            )
 
     def drawn(self, side: str) -> int:
         """Return the number of sampled entities per chunk of a side."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
-    ConfigError,
     PickedFloat,
     PickedText,
     between,
@@ -28,7 +27,6 @@ from kge_torchrec.config.sizing import rate_of, scale_of
 
 ENGINE_NAMES = ("torchrec", "handrolled")
 PRESETS = ("fbgemm", "dicee", "dgl")
-_OPTIMIZERS = {"dicee": ("adam",), "dgl": ("adam", "adagrad")}  # that the system has
 
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
@@ -207,12 +205,6 @@ class EntitiesConfig:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
         check_values(self, "entities.")
-        storage = self.placement_options
-        if storage.buffer > storage.parts:
-            raise ConfigError(
-                f"entities.placement_options.buffer: {storage.buffer} parts in memory of "
-                f"{storage.parts}; use at most entities.placement_options.parts"
-            )
 
     @property
     def on_disk(self) -> bool:
@@ -228,41 +220,6 @@ class EntitiesConfig:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
 
-    def optimizers(self, default: str) -> list[str]:
-        """Return the optimizers of all tables; ``default`` is that of types without their own."""
-        own = (self.optimizer_of(kind, default) for kind in self.tables or {})
-        return list(dict.fromkeys([default, *own]))
-
     def optimizer_of(self, kind: str, default: str) -> str:
         """Return the optimizer of a node type's table; ``default`` without its own."""
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
-
-    def check_preset(self, train: Any) -> None:
-        """Check that the preset's system has what the run trains with.
-
-        Raises:
-            ConfigError: It does not; the message names the key.
-        """
-        preset = self.preset
-        if preset == "fbgemm":
-            return
-        have = _OPTIMIZERS[preset]
-        if train.optimizer not in have:
-            raise ConfigError(
-                f"entities.preset: {preset} has {' and '.join(have)} only, not {train.optimizer}"
-            )
-        if train.optimizer_options.get("weight_decay"):
-            raise ConfigError(
-                f"train.optimizer_options.weight_decay: {preset}'s table optimizer has none; use "
-                "loss.regularizers.l2, or entities.preset fbgemm"
-            )
-        if train.accumulation > 1 and preset == "dgl":
-            raise ConfigError(
-                "train.accumulation: with entities.preset dgl the places of a micro-batch would "
-                "count, not those of the step; use entities.preset fbgemm"
-            )
-        if self.tables is not None:
-            raise ConfigError(
-                "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
-                "entities.preset at fbgemm"
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kge_torchrec.config.checks import ConfigError, check_url, choice, least
+from kge_torchrec.config.checks import check_url, choice, least
 from kge_torchrec.config.keys import (
     PER_START,
     Resume,
@@ -99,5 +99,3 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "run.")
-        if self.resume != "never" and self.dir is None:
-            raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")
