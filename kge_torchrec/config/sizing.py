@@ -114,25 +114,74 @@ def decided_by(config: Config) -> str | None:
 
 def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
     """Return the config with a value for every null key of ``KEYS``."""
-    scorer = resolve("scorer", config.model.scorer)
+    model, loss, negatives = config.model, config.loss, config.negatives
+    scorer = resolve("scorer", model.scorer)
     is_linear = scorer.relation_query is not None  # one product scores all relations
+    is_softmax = loss.name == "softmax"
+
+    # A scale belongs to its distribution: another one than the scorer's own gets its usual scale.
+    init, init_scale = scorer.start
+    if model.init not in (None, init):
+        init, init_scale = model.init, scale_of(model.init)
+
+    # The penalty lies between Lacroix et al.'s 0.1 (WN18RR: 2.1 triples per entity), 0.05 for
+    # FB15k-237 (19) and the 0.01 that suits Kinship and UMLS (82 and 39). IVR contains it.
+    n3 = 0.0
+    if is_linear and is_softmax and not {"n3", "ivr"} & loss.regularizers.keys():
+        n3 = round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
+
+    # More relations teach more (Chen et al. 2021 take 4 for FB15k-237, 0.05 for WN18RR). With
+    # thousands of relations their scores would outnumber those of the candidates.
+    relation_weight = 0.0
+    single = negatives.examples == "triples" and graph.relations <= _MOST_RELATIONS
+    if is_linear and is_softmax and single:
+        relation_weight = min(0.5, graph.relations / 100)
+
+    # Candidates: a power of two, no more than hold all entities once. The hardest of them are a
+    # choice only if there are more than negatives.hardest.
+    count = min(_CANDIDATES[config.size], max(256, _power_above(graph.entities)))
+    count = max(count, _power_above(negatives.hardest + 1))
+    by_type = negatives.is_full and loss.allows_typed_candidates
+    if negatives.regime == "sampled":
+        by_type = negatives.sampling == "uniform" and not negatives.log_q
+
     epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
-    resolved = (
-        _dim(config, scorer, graph),
-        *_initial(config, scorer),
-        _n3(config, is_linear, graph),
-        _told(config, graph) if is_linear else 0.0,
-        _candidates(config, graph),
-        "types" if graph.typed and _draws_by_type(config) else "all",
-        epochs,
-        _batch(config, graph, on_cuda, world_size),
-        rate_of(config.train.optimizer),
-        max(1, epochs // 10),
-        3,
-        _validated(graph),
-        "types" if graph.typed else "all",
-    )
-    return filled(config, dict(zip(KEYS, resolved, strict=True)))
+
+    # 512 steps per epoch of 128 to 1,024 triples. On GPUs small batches wait for kernel launches:
+    # 8,192 per rank there, as long as an epoch keeps 100 steps.
+    batch_size = 2 ** round(math.log2(graph.triples / 512)) if graph.triples > 512 else 128
+    batch_size = min(1024, max(128, batch_size))
+    if on_cuda and not negatives.is_full:
+        batch_size = max(batch_size, min(8192 * world_size, graph.triples // 100))
+
+    # All validation triples (0) unless ranking them takes minutes; otherwise at least a thousand.
+    most = max(1000, int(_SCORES_OF_VALIDATION / max(1, 2 * graph.entities)))
+    values = {
+        "model.dim": _dim(config, scorer, graph),
+        "model.init": init,
+        "model.init_scale": init_scale,
+        "loss.n3": n3,
+        "loss.relation_weight": relation_weight,
+        "negatives.count": count,
+        "negatives.among": "types" if graph.typed and by_type else "all",
+        "train.epochs": epochs,
+        "train.batch_size": batch_size,
+        "train.lr": rate_of(config.train.optimizer),
+        "evaluation.every": max(1, epochs // 10),
+        "evaluation.patience": 3,
+        "evaluation.max_triples": 0 if graph.valid <= most else most,
+        "evaluation.candidates": "types" if graph.typed else "all",
+    }
+    return filled(config, values)
+
+
+def _epochs(config: Config, graph: GraphSize) -> int:
+    """Return 100 epochs for few triples, 20 for FB15k-237, at least 10.
+
+    Early stopping ends most runs before.
+    """
+    epochs = min(100, max(10, math.ceil(5.5e6 / max(1, graph.triples))))
+    return max(5, round(epochs * _EPOCHS[config.size]))
 
 
 def filled(config: Config, values: dict[str, Any], replaced: Collection[str] = ()) -> Config:
@@ -145,18 +194,6 @@ def filled(config: Config, values: dict[str, Any], replaced: Collection[str] = (
             if key in replaced or attrgetter(key)(config) is None
         },
     )
-
-
-def _initial(config: Config, scorer: Any) -> tuple[str, float]:
-    """Return the distribution and scale of initial values.
-
-    A scale belongs to its distribution: another one than the scorer's own gets the scale that is
-    usual for it, a gain of 1 for the xavier forms.
-    """
-    distribution, scale = scorer.start
-    if config.model.init in (None, distribution):
-        return distribution, scale
-    return config.model.init, scale_of(config.model.init)
 
 
 def scale_of(init: str) -> float:
@@ -186,77 +223,5 @@ def _with_biases(dim: int, multiple: int) -> int:
     return next(fitting, dim + 2)
 
 
-def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:
-    """Return the weight of softmax's penalty.
-
-    It lies between Lacroix et al.'s 0.1 (WN18RR: 2.1 triples per entity), 0.05 for FB15k-237 (19)
-    and the 0.01 that suits Kinship and UMLS (82 and 39). IVR contains this penalty.
-    """
-    has_own = {"n3", "ivr"} & config.loss.regularizers.keys()
-    if not is_linear or config.loss.name != "softmax" or has_own:
-        return 0.0
-    return round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
-
-
-def _told(config: Config, graph: GraphSize) -> float:
-    """Return the weight of relation prediction, which needs triples that are trained one by one.
-
-    More relations teach more (Chen et al. 2021 take 4 for FB15k-237, 0.05 for WN18RR). With
-    thousands of relations their scores would outnumber those of the candidates.
-    """
-    if graph.relations > _MOST_RELATIONS:
-        return 0.0
-    if config.loss.name != "softmax" or config.negatives.regime not in ("sampled", "1vsall"):
-        return 0.0
-    return min(0.5, graph.relations / 100)
-
-
-def _candidates(config: Config, graph: GraphSize) -> int:
-    """Return a power of two: at least 256, otherwise no more than hold all entities once.
-
-    The hardest of them are a choice only if there are more than negatives.hardest.
-    """
-    most = _CANDIDATES[config.size]
-    count = min(most, max(256, _power_above(graph.entities)))
-    return max(count, _power_above(config.negatives.hardest + 1))
-
-
-def _draws_by_type(config: Config) -> bool:
-    """Return whether negatives can be drawn among entities of the answer's type."""
-    negatives = config.negatives
-    if negatives.is_full:
-        return config.loss.allows_typed_candidates
-    plain = negatives.sampling == "uniform" and not negatives.log_q
-    return plain and negatives.regime == "sampled"
-
-
 def _power_above(number: int) -> int:
     return 2 ** math.ceil(math.log2(max(2, number)))
-
-
-def _epochs(config: Config, graph: GraphSize) -> int:
-    """Return 100 epochs for few triples, 20 for FB15k-237, at least 10.
-
-    Early stopping ends most runs before.
-    """
-    epochs = min(100, max(10, math.ceil(5.5e6 / max(1, graph.triples))))
-    return max(5, round(epochs * _EPOCHS[config.size]))
-
-
-def _batch(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> int:
-    """Return the batch size for 512 steps per epoch, between 128 and 1,024 triples.
-
-    On GPUs small batches wait for kernel launches: 8,192 per rank there, as long as an epoch keeps
-    100 steps. A graph with few triples needs steps more than speed.
-    """
-    size = 2 ** round(math.log2(max(1, graph.triples) / 512)) if graph.triples > 512 else 128
-    size = min(1024, max(128, size))
-    if on_cuda and not config.negatives.is_full:
-        size = max(size, min(8192 * world_size, graph.triples // 100))
-    return size
-
-
-def _validated(graph: GraphSize) -> int:
-    """Return 0 (all) unless that takes minutes; otherwise at least a thousand."""
-    most = int(_SCORES_OF_VALIDATION / max(1, 2 * graph.entities))
-    return 0 if graph.valid <= max(1000, most) else max(1000, most)
