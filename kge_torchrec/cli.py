@@ -182,6 +182,7 @@ def _lines_of(place: str) -> str:
 def _closest(word: str, known: Sequence[str]) -> str:
     """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    close = close or [name for name in known if len(word) > 3 and name.startswith(word)]
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -199,11 +200,13 @@ class VerbParser(argparse.ArgumentParser):
 
     Attributes:
         takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
+        section: What may be left out before a key, such as "data.".
         runs: Names of the arguments that are runs, whose URLs are fetched.
         ending: Returns a text for the end of --help.
     """
 
     takes_keys = False
+    section = ""
     runs: Sequence[str] = ()
     ending: Callable[[], str] | None = None
 
@@ -299,6 +302,7 @@ def parser_of(name: str) -> VerbParser:
         )
     keys = ["[--key.sub value ...]"] if parser.takes_keys else []
     parser.usage = " ".join([*usage, *needed, "[options]", *keys])
+    parser.section = verb.lists_keys or ""
     if verb.lists_keys is not None:
         parser.ending = lambda: _keys(verb.lists_keys)
     return parser
@@ -421,20 +425,24 @@ def _split(parser: VerbParser, words: Sequence[str]) -> tuple[list[str], list[st
     settings, others, left = [], [], iter(words)
     for word in left:
         key, equals, _ = word.partition("=")
-        if not key.startswith("--") or key in options:
+        if not key.startswith("--") or key == "--" or key in options:
             others.append(word)
             continue
-        if "." not in key and (hint := _closest(key, list(options))) and not _is_key(key[2:]):
+        if (
+            "." not in key
+            and (hint := _closest(key, list(options)))
+            and not _is_key(parser.section, key[2:])
+        ):
             parser.error(f"unknown option {key}{hint}")
         value = None if equals else next(left, None)  # without one, the config says what is missing
         settings.append(word if value is None else f"{word}={value}")
     return settings, others
 
 
-def _is_key(name: str) -> bool:
+def _is_key(section: str, name: str) -> bool:
     from kge_torchrec.config import all_keys
 
-    return name in all_keys()
+    return name in all_keys() or f"{section}{name}" in all_keys()
 
 
 def _find_modules(

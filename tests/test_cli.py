@@ -497,3 +497,13 @@ def test_other_errors_of_the_program_are_not_hidden(monkeypatch):
     monkeypatch.setattr("kge_torchrec.cli._run", fail)
     with pytest.raises(RuntimeError, match="a mistake"):
         main(["list", "loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["evaluate", "nowhere"], ["evaluate", "--split", "dev", "x"]])
+def test_torchrun_ends_with_its_own_code_and_prints_that_of_a_rank(words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=1", "-m", "kge_torchrec", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    own = 1 if words[1] == "nowhere" else 2
+    assert done.returncode == 1 and f"exitcode  : {own} " in done.stderr

@@ -133,6 +133,7 @@ def test_other_splits_are_ranked(folders, capsys):
         (["train", "--seeds", "2", "--run.dir", "A/seed-0"], "already holds a run"),
         (["train", "--resume", "A", "--train.epochs", "9"], "seeds of another config"),
         (["train", "--resume", "A", "--seeds", "2"], "leave one of them out"),
+        (["train", "--seeds", "2", "--seed", "3"], "--seeds names the seeds"),
     ],
 )
 def test_what_does_not_go_together_is_refused(folders, capsys, words, said):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from kge_torchrec.commands import Settings, Table
 from kge_torchrec.config import ConfigError, all_keys
+from kge_torchrec.config.checks import at_least
 
 if TYPE_CHECKING:
     from kge_torchrec.config import DataConfig
@@ -21,6 +22,7 @@ def prepare(
     settings: Settings = (),
     seed: int = 0,
     memory: Annotated[float | None, "GIB"] = None,
+    threads: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> int:
@@ -36,9 +38,11 @@ def prepare(
         seed: seed of the split
         memory: memory for the triples that are compared or sorted at a time (default: half of this
             machine's)
+        threads: number of CPU threads that read (default: all cores, at most 4 for a file)
         overwrite: replace an existing store
         progress: show no progress bar
     """
+    _limit_threads(threads)
     from kge_torchrec.data.prepare import prepare as write_store
     from kge_torchrec.data.report import notes
 
@@ -67,6 +71,7 @@ def data(
     output: Annotated[str | None, "DIR"] = None,
     threshold: Annotated[float, "SHARE"] = 0.8,
     seed: int = 0,
+    threads: int | None = None,
     format: Table = "table",
 ) -> int:
     """Check a graph for leaks, repeats and unseen entities.
@@ -79,13 +84,28 @@ def data(
         output: folder for data-check.json
         threshold: share of common triples from which two relations count as inverses or duplicates
         seed: seed of the split
+        threads: number of CPU threads that read (default: all cores, at most 4 for a file)
     """
+    _limit_threads(threads)
     from kge_torchrec.reports.data_check import check_data, table
 
     source = data[0] if len(data) == 1 else data
     stats = check_data(source, output, threshold, _data(settings), seed=seed)
     print(json.dumps(stats) if format == "json" else table(stats))
     return 0
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Limit the threads of this process that read files; None: leave them."""
+    at_least("--threads", threads, 1)
+    if threads is None:
+        return
+    import pyarrow
+
+    from kge_torchrec.data import streams
+
+    pyarrow.set_cpu_count(threads)
+    streams.WORKERS = min(streams.WORKERS, threads)
 
 
 def _data(settings: Settings) -> DataConfig:

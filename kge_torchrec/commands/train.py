@@ -73,6 +73,8 @@ def train(
             from kge_torchrec import api
 
         if seeds is not None:
+            if any(word.startswith("--seed=") for word in settings):
+                raise ConfigError("seed: --seeds names the seeds; leave one of them out")
             return _report_seeds(train_seeds(loaded, seeds))
         return _report(api.train(loaded), ties)
     if seeds is not None:
