@@ -24,7 +24,7 @@ from tqdm import tqdm
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers
-from kge_torchrec.data.types import Ends
+from kge_torchrec.data.types import Ends, Vocabularies
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
@@ -49,18 +49,6 @@ FILTERS = {
 KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
 CANDIDATES = 3  # sets of candidates that a model keeps: predict, recommend and evaluate take turns
 _NO_DATA = "an export does not contain the data for {}; name the run that it was made from"
-
-
-class Vocabularies(Protocol):
-    """The labels of a model, such as a ``TripleStore`` has them.  Each is read when needed."""
-
-    @property
-    def entities(self) -> Vocabulary:
-        """Entity labels and ids."""
-
-    @property
-    def relations(self) -> Vocabulary:
-        """Relation labels and ids."""
 
 
 class Probabilities(Protocol):
@@ -158,6 +146,8 @@ class TrainedModel:
     @cached_property
     def ends(self) -> Ends | None:
         """The types at the ends of relations; None unless every entity has one type."""
+        if "types" in self.description:
+            return Ends(self.labels, self.description["types"])
         return Ends.of(self.store)
 
     def known(self, purpose: str) -> TripleStore:

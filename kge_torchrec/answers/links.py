@@ -73,12 +73,12 @@ def new_links(
     one_of("candidates", candidates, CANDIDATES)
     known = model.known("new links").filter_index()
     number = int(model.relation_ids(relation))
-    heads = torch.arange(model.num_entities)
+    heads, best = torch.arange(model.num_entities), _Best(k)
+    only = model.candidates(candidates) if candidates == "seen" else model.ends
     if candidates == "seen":
         heads = _seen_heads(model, number)
-    elif model.ends is not None:
-        candidates, heads = "types", torch.from_numpy(model.ends.entities("head", number))
-    only, best = model.candidates(candidates), _Best(k)
+    elif only is not None:
+        heads = torch.from_numpy(np.flatnonzero(only.mask("head", number, 0, len(heads))))
     with scoring(model.scorer), model.bar(len(heads), "pairs of all heads", "head") as bar:
         for batch in heads.split(HEADS):
             queries = Queries(batch, torch.full_like(batch, number), "tail", only)

@@ -172,7 +172,7 @@ def find_best(
         return scores[:, :k], ids[:, :k]
     if model.ends is not None:
         model.ends.check(missing, queries.numpy())
-        only = model.candidates("types") if only is None else only
+        only = model.ends if only is None else only
     anchors, relations = queries[:, 0 if missing == "tail" else 2], queries[:, 1]
     left_out = [] if itself else [Answers.single(anchors.numpy())]
     if exclude is not None:

@@ -10,9 +10,11 @@ Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +32,7 @@ from kge_torchrec.data import (
 from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import pointers, sorted_rows
-from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Ranges
 from kge_torchrec.errors import DataError
 
@@ -168,24 +170,39 @@ def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
     return runs
 
 
+class Vocabularies(Protocol):
+    """The labels of a store or an export. Each is read when needed."""
+
+    @property
+    def entities(self) -> Vocabulary:
+        """Entity labels and ids."""
+
+    @property
+    def relations(self) -> Vocabulary:
+        """Relation labels and ids."""
+
+
 class Ends:
-    """Which types stand at the ends of each relation.
+    """Which types stand at the ends of each relation; candidates of these types.
 
     Args:
-        store: A store in which every entity has one type.
+        labels: The labels of entities and relations, of which every entity has one type.
+        description: ``description`` of other ends, such as an export has it.
     """
 
-    def __init__(self, store: TripleStore):
-        types = EntityTypes.find(None, store)
-        self._store, self._types, self.names = store, types.types, types.names.to_pylist()
-        bounds = np.flatnonzero(np.diff(types.types, prepend=-1, append=-1))
-        self._bounds, self._type_of_run = bounds, types.types[bounds[:-1]]
-        shape = store.num_relations, len(self.names)
+    label = "entities of the types that the relation has on that side"
+
+    def __init__(self, labels: Vocabularies, description: Mapping[str, Any]):
+        self.description, self._labels = description, labels
+        self.names: list[str] = description["names"]
+        self._bounds = np.array(description["bounds"], np.int64)
+        self._type_of_run = np.array(description["runs"], np.int64)
+        relations = labels.relations.array.to_pylist()
+        shape = len(relations), len(self.names)
         self._allowed = {side: np.zeros(shape, bool) for side in SIDES}
-        ends = store.report["types"]["ends"]
-        for relation, label in enumerate(store.relations.array.to_pylist()):
+        for relation, label in enumerate(relations):
             # A relation that train does not have may have any ends.
-            for pair in ends.get(label) or ([name, name] for name in self.names):
+            for pair in description["ends"].get(label) or ([name, name] for name in self.names):
                 for side, name in zip(SIDES, pair, strict=True):
                     self._allowed[side][relation, self.names.index(name)] = True
         self._sets = {
@@ -196,7 +213,17 @@ class Ends:
     @classmethod
     def of(cls, store: TripleStore | None) -> Ends | None:
         """Return the ends by a store; None without a store, or without one type per entity."""
-        return cls(store) if store is not None and store.size.typed else None
+        if store is None or not store.size.typed:
+            return None
+        types = EntityTypes.find(None, store)
+        bounds = np.flatnonzero(np.diff(types.types, prepend=-1, append=-1))
+        description = {
+            "names": types.names.to_pylist(),
+            "bounds": bounds.tolist(),  # where each run of ids with one type starts, and N
+            "runs": types.types[bounds[:-1]].tolist(),  # its type
+            "ends": store.report["types"]["ends"],  # pairs of types by relation
+        }
+        return cls(store, description)
 
     def kinds(self, side: Side, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct sets of types (U, K) bool of relations (B,), and each one's (B,)."""
@@ -209,10 +236,16 @@ class Ends:
         chosen = np.concatenate([[False], types[self._type_of_run], [False]])
         return self._bounds[np.diff(chosen)].reshape(-1, 2)
 
-    def entities(self, side: Side, relation: int) -> np.ndarray:
-        """Return the entities (M,) int64 of the types that a relation has on a side, ascending."""
-        ranges = self.ranges(self._allowed[side][relation])
-        return np.concatenate([np.empty(0, np.int64), *(np.arange(*ends) for ends in ranges)])
+    def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
+        """Return which of the entities [first, stop) may be on a side: (n,) bool."""
+        return self._allowed[side][relation, self._types_of(np.arange(first, stop))]
+
+    def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
+        """Return whether each entity (B,) may be on a side of its relation (B,): (B,) bool."""
+        return self._allowed[side][relations, self._types_of(entities)]
+
+    def _types_of(self, entities: np.ndarray) -> np.ndarray:
+        return self._type_of_run[np.searchsorted(self._bounds, entities, "right") - 1]
 
     def check(self, missing: str, queries: np.ndarray) -> None:
         """Check the types of the known entities of queries.
@@ -226,12 +259,12 @@ class Ends:
         """
         side = OTHER[missing]
         entities, relations = queries[:, answer_column(side)], queries[:, RELATION]
-        wrong = ~self._allowed[side][relations, self._types[entities]]
+        wrong = ~self.contain(side, relations, entities)
         if wrong.any():
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
             right = [self.names[k] for k in np.flatnonzero(self._allowed[side][relation])]
-            own = self.names[self._types[entity]]
+            own = self.names[self._types_of(np.array([entity]))[0]]
             raise DataError(
-                f"the {side} {self._store.entities[entity]!r} is a {own}; "
-                f"{self._store.relations[relation]!r} has a {' or '.join(right)} as its {side}"
+                f"the {side} {self._labels.entities[entity]!r} is a {own}; "
+                f"{self._labels.relations[relation]!r} has a {' or '.join(right)} as its {side}"
             )

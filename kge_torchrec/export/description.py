@@ -162,6 +162,9 @@ def _check_keys(path: Path, description: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if not isinstance(description.get(key), kind):
             raise _damaged(path, f"{DESCRIPTION} has no {key}")
+    types = description.get("types", dict.fromkeys(TYPES))
+    if not isinstance(types, dict) or types.keys() != set(TYPES):
+        raise _damaged(path, f"{DESCRIPTION} has other types than {', '.join(TYPES)}")
     named = {Safetensors.name, PARAMETERS, ENTITIES, RELATIONS}
     unnamed = sorted(named - description["files"].keys())
     if unnamed:
@@ -258,6 +261,7 @@ class ExportFolder:
         return files.free_space(self._target)
 
 
+TYPES = ("names", "bounds", "runs", "ends")  # of node types, see `Ends`
 CARD, HUB_CONFIG = "README.md", "config.json"
 _METRICS = {"mrr": "MRR", "hits@1": "Hits@1", "hits@3": "Hits@3", "hits@10": "Hits@10", "mr": "MR"}
 

@@ -95,6 +95,8 @@ def export_run(
     ranks, store = model.processes, model.known("an export")
     parameters = dense_parameters(model.scorer)
     description = describe(config.model, store.num_entities, store.num_relations, format)
+    if model.ends is not None:
+        description["types"] = model.ends.description  # answers of the export keep to them
 
     def write_dense() -> None:
         folder.append(ENTITIES, label_lines(store.entities))

@@ -7,8 +7,9 @@ import random
 import pytest
 from training_runs import config_of
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.answers.calibration import candidate_answers
+from kge_torchrec.errors import DataError
 from kge_torchrec.ranking import candidates
 
 
@@ -69,6 +70,23 @@ def test_sets_of_candidates_are_made_once(typed, monkeypatch):
     model = typed.model
     model._kept_candidates.clear()
     for _ in range(3):
+        model.candidates("types")
         typed.predict("user:1", "visits")
         typed.recommend("user:1", "visits")
     assert made == ["types", "seen"]
+
+
+def test_an_export_keeps_to_the_types(typed, tmp_path):
+    exported = load_model(typed.export(tmp_path / "export"))
+    for user in ("user:1", "user:7"):
+        for ask in (typed, exported):
+            answers = ask.predict(user, "visits", k=100)
+            assert {a.label.partition(":")[0] for a in answers} == {"place"}
+            follows = ask.recommend(user, "follows", candidates="all", k=100)
+            assert {a.label.partition(":")[0] for a in follows} == {"user"}
+        ours, theirs = (ask.predict(user, "visits", k=100) for ask in (typed, exported))
+        assert [(a.label, a.score) for a in ours] == [(a.label, a.score) for a in theirs]
+        items = {a.label for a in exported.recommend(user, "visits", k=100)}
+        assert items and all(item.startswith("place:") for item in items)
+    with pytest.raises(DataError, match="the head 'place:1' is a place; 'visits' has a user"):
+        exported.predict("place:1", "visits")

@@ -263,7 +263,7 @@ def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
     splits = {"train": TRAIN, "test": [("place:x", "near", "place:y")]}
     store = prepare(splits, tmp_path / "s", {"types": "prefix", "allow_unseen_relations": True})
     query = [*store.entities.ids(["user:a"]), *store.relations.ids(["near"]), 0]
-    Ends(store).check("tail", np.array([query]))
+    Ends.of(store).check("tail", np.array([query]))
     assert Ends.of(None) is None
 
 
