@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _HOMES = {
     # what to call
     "check_data": "kge_torchrec.reports.data_check",
-    "compare": "kge_torchrec.commands.compare",
+    "compare": "kge_torchrec.comparison",
     "extend": "kge_torchrec.api",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
@@ -65,8 +65,8 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.api import extend as extend
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
-    from kge_torchrec.commands.compare import compare as compare
     from kge_torchrec.commands.plan import plan as plan
+    from kge_torchrec.comparison import compare as compare
     from kge_torchrec.config import CheckpointConfig as CheckpointConfig
     from kge_torchrec.config import Config as Config
     from kge_torchrec.config import ConfigError as ConfigError

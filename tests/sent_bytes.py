@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from kge_torchrec.embeddings.exchange import observers
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-# Messages between two ranks: the exchange that sends them reports all of them at once.
-_MESSAGES = torch.ops.c10d.send, torch.ops.c10d.recv_
 
 
 class WatchCollectives(TorchDispatchMode):
@@ -36,14 +28,6 @@ class WatchCollectives(TorchDispatchMode):
         self.sent = dict.fromkeys(("ids", "rows", "gradients", "dense"), 0.0)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
-    def __enter__(self) -> Self:
-        observers.append(self._count_rows)
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        observers.remove(self._count_rows)
-
     def __torch_dispatch__(
         self,
         operation: OpOverload,
@@ -58,7 +42,9 @@ class WatchCollectives(TorchDispatchMode):
     def _count(self, operation: OpOverloadPacket, args: tuple[Any, ...]) -> None:
         if operation is torch.ops.c10d.alltoall_base_:
             sent, splits = args[1], args[4]
-            self._count_rows(sent, splits)
+            self._count_rows(sent, self._others(sent, splits))
+        elif operation is torch.ops.c10d.send:
+            self._count_rows(args[0][0], args[0][0].nbytes)
         elif operation is torch.ops.c10d.allreduce_:
             size = sum(tensor.numel() * tensor.element_size() for tensor in args[0])
             self._ring(2, size, args[1])
@@ -70,14 +56,14 @@ class WatchCollectives(TorchDispatchMode):
             self._ring(1, args[0].numel() * args[0].element_size(), args[2])
         elif operation is torch.ops.c10d._reduce_scatter_base_:
             self._ring(1, args[1].numel() * args[1].element_size(), args[2])
-        elif operation is not torch.ops.c10d.barrier and operation not in _MESSAGES:
+        elif operation is not torch.ops.c10d.barrier and operation is not torch.ops.c10d.recv_:
             raise NotImplementedError(f"{operation} is not counted")
 
-    def _count_rows(self, rows: Tensor, splits: list[int]) -> None:
-        """Count an all-to-all of ids, rows or gradients."""
+    def _count_rows(self, rows: Tensor, size: int) -> None:
+        """Count bytes of ids, rows or gradients that go to other ranks."""
         backward = torch._C._current_autograd_node() is not None
         kind = "ids" if rows.dtype == torch.int64 else "gradients" if backward else "rows"
-        self.sent[kind] += self._others(rows, splits)
+        self.sent[kind] += size
 
     def _ring(self, rounds: int, size: int, group: torch.ScriptObject) -> None:
         """``rounds`` times n - 1 of n parts of ``size`` bytes, over n ranks."""

@@ -84,7 +84,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("kge_torchrec.training.runs.Session", stop)
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
     monkeypatch.setattr("kge_torchrec.tuning.study.Study.run", stop)
-    monkeypatch.setattr("kge_torchrec.comparison.compare.Comparison.run", stop)
+    monkeypatch.setattr("kge_torchrec.comparison.run_world", stop)
     monkeypatch.setattr("kge_torchrec.growth.train_run", stop)
 
 

@@ -9,7 +9,6 @@ Shapes: M rows, D elements per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +23,6 @@ _ALIGNED = 4  # to whose multiples FBGEMM fills rows on CUDA
 GRADIENT_SCALE, _SCALED = 2.0**10, ("fp16", "int8")
 _TAG = 1  # of messages between two ranks
 _LARGEST = torch.finfo(torch.float16).max
-
-# Functions that gloo's exchanges of rows report to: the rows and how many of them go to each rank.
-# Such an exchange is not one collective, so a dispatch mode cannot count it as one.
-observers: list[Callable[[Tensor, list[int]], object]] = []
 
 
 def travel_bytes(dtype: str, rows: Any, numbers: Any) -> Any:
@@ -105,8 +100,6 @@ def _pass_both_ways(
     gloo's all-to-all sends before it receives.  Then the note of a rank that it can receive waits
     behind its own rows, and two ranks send one after the other.  Here every rank receives first.
     """
-    for observe in observers:
-        observe(data, send)
     own, size = dist.get_rank(group), dist.get_world_size(group)
     backend: Any = group._get_backend(data.device)
     places, parts = arrived.split(receive), data.split(send)

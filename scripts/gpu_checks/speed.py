@@ -12,7 +12,7 @@ from random_graph import RandomGraph
 
 from gpu_checks.report import NOTE, Report
 from gpu_checks.timing import Waited, counted, kernels, profiled, step_seconds
-from kge_torchrec.comparison.measurements import split_of_a_step
+from kge_torchrec.comparison import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes

@@ -16,10 +16,9 @@ from comparison_ranks import (
     die_on_last_rank,
     raise_on_rank_one,
     start_and_wait,
-    take_many_steps,
 )
 
-from kge_torchrec.comparison.launch import RankFailed, run_world
+from kge_torchrec.comparison import RankFailed, run_world
 
 
 @pytest.fixture(autouse=True)
@@ -31,35 +30,21 @@ def nobody_left():
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_join_one_group_as_under_torchrun(world_size):
     flushes = torch.set_flush_denormal(False)  # whether this processor can; not in this process
-    steps = []
-    results = run_world(describe, world_size, "word", advance=steps.append)
-    assert sum(steps) == 3  # only rank 0 moves the bar
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    results = run_world(world_size, "cpu", describe, "word")
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for rank, values in enumerate(results):
         assert values["word"] == "word"
         assert values["total"] == world_size * (world_size + 1) / 2
         assert values["variables"] == [str(rank), str(world_size)] * 2
-        assert values["nan"] is None
         assert values["flushed"] == flushes
-
-
-def test_steps_done_while_the_bar_moves_are_counted(monkeypatch):
-    monkeypatch.setattr("kge_torchrec.comparison.launch.POLL_SECONDS", 0.01)
-    steps = []
-
-    def move(done: int) -> None:
-        time.sleep(0.02)
-        steps.append(done)
-
-    run_world(take_many_steps, 1, advance=move)
-    assert len(steps) > 2 and sum(steps) == 100
 
 
 def test_first_rank_that_raised_is_named():
     with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: no such thing$") as caught:
-        run_world(raise_on_rank_one, 3)
+        run_world(3, "cpu", raise_on_rank_one)
     assert caught.value.rank == 1
     assert "raise_on_rank_one" in caught.value.details
-    assert caught.value.partial == {"so far": 0}
 
 
 @pytest.mark.parametrize(
@@ -68,15 +53,14 @@ def test_first_rank_that_raised_is_named():
 )
 def test_dead_rank_ends_all_ranks(how, words):
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=rf"^rank 1 {words}") as caught:
-        run_world(die_on_last_rank, 2, int(how))
+    with pytest.raises(RankFailed, match=rf"^rank 1 {words}"):
+        run_world(2, "cpu", die_on_last_rank, int(how))
     assert time.monotonic() - started < 20  # rank 0 waits a minute otherwise
-    assert caught.value.partial == [1, 2]
 
 
 def test_death_of_the_only_rank_is_reported():
     with pytest.raises(RankFailed, match=r"^rank 0 was killed by SIGKILL"):
-        run_world(die_on_last_rank, 1, int(signal.SIGKILL))
+        run_world(1, "cpu", die_on_last_rank, int(signal.SIGKILL))
 
 
 @pytest.mark.slow

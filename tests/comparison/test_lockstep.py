@@ -9,9 +9,9 @@ import pytest
 from training_runs import config_of, fit, parameters
 from worlds import run_world as run_test_world
 
-from kge_torchrec.comparison import measurements
-from kge_torchrec.comparison.launch import RankFailed, run_world
-from kge_torchrec.comparison.measurements import measured_steps, train_side_by_side
+from kge_torchrec import comparison
+from kge_torchrec.comparison import RankFailed, measured_steps, run_world, train_side_by_side
+from kge_torchrec.config import Config
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -24,12 +24,14 @@ def test_steps_at_which_parameters_are_compared():
     assert measured_steps(100) == [0, 1, 2, 5, 10, 20, 50, 100]
 
 
+def trained(world_size: int, folder: Path, **configs: Config) -> list[dict]:
+    return run_world(world_size, "cpu", train_side_by_side, configs, folder / "partial.json")
+
+
 def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path):
     config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
     faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
-    results, *others = run_world(
-        train_side_by_side, 2, {"one": config, "two": config, "faster": faster}
-    )
+    results, *others = trained(2, tmp_path, one=config, two=config, faster=faster)
     assert all(other == results for other in others)  # every rank finds the same
     assert results["complete"] and results["steps"] == 2 * 5
     assert {len(losses) for losses in results["losses"].values()} == {10}
@@ -53,7 +55,7 @@ def test_losses_and_metrics_equal_those_of_a_normal_run(store, tmp_path):
     events = []
     config = config_of(store, tmp_path / "run", train__log_every=1)
     session = fit(config, lambda loop: loop.callbacks.append(lambda *event: events.append(event)))
-    results = run_world(train_side_by_side, 1, {"one": config, "two": config})[0]
+    results = trained(1, tmp_path, one=config, two=config)[0]
     losses = [values["loss"] for kind, values in events if kind == "step"]
     assert results["losses"]["one"] == losses
     assert results["metrics"]["one"] == session.rank("test")
@@ -62,7 +64,7 @@ def test_losses_and_metrics_equal_those_of_a_normal_run(store, tmp_path):
 def test_zero_epochs_compare_initial_values(store, tmp_path):
     config = config_of(store, tmp_path, train__epochs=0)
     other = config_of(store, tmp_path, train__epochs=0, model__init_scale=0.25)
-    results = run_world(train_side_by_side, 1, {"one": config, "two": config, "other": other})[0]
+    results = trained(1, tmp_path, one=config, two=config, other=other)[0]
     assert results["complete"] and results["steps"] == 0 and results["metrics"] == {}
     assert results["differences"]["two"] == [{"step": 0, "entities": 0, "dense": 0}]
     assert results["differences"]["other"][0]["entities"] > 0.1
@@ -71,9 +73,9 @@ def test_zero_epochs_compare_initial_values(store, tmp_path):
 def test_nonfinite_loss_names_the_contender(store, tmp_path):
     keys = {"train__log_every": 5, "train__optimizer": "sgd", "loss__n3": 1.0}
     config, wild = (config_of(store, tmp_path, train__lr=lr, **keys) for lr in (1e-3, 1e30))
-    with pytest.raises(RankFailed, match=r"NonFiniteLoss: wild: the loss is .* epoch") as caught:
-        run_world(train_side_by_side, 1, {"calm": config, "wild": wild})
-    assert caught.value.partial is None  # nothing was read before
+    with pytest.raises(RankFailed, match=r"NonFiniteLoss: wild: the loss is .* epoch"):
+        trained(1, tmp_path, calm=config, wild=wild)
+    assert not (tmp_path / "partial.json").exists()  # nothing was read before
 
 
 CHANGES = {"row": 0.75, "nan": float("nan"), "dense": -0.25}
@@ -81,7 +83,7 @@ CHANGES = {"row": 0.75, "nan": float("nan"), "dense": -0.25}
 
 def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     """By change, made on the last rank: the differences, and the same from whole tables."""
-    measurements.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
+    comparison.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
     results = {}
     with processes("cpu") as ranks:
         one, other = (Session(config_of(store), RunFolder(folder), ranks) for _ in range(2))
@@ -94,7 +96,7 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
             mine, theirs = parameters(one), parameters(other)
             apart = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
             expected = {"entities": apart.pop("entities"), "dense": max(apart.values())}
-            results[change] = (measurements.largest_differences(one, other), expected)
+            results[change] = (comparison.largest_differences(one, other), expected)
             changed.copy_(before)
     return results
 

@@ -6,16 +6,7 @@ from typing import Any
 
 from plain_config import PLAIN
 
-from kge_torchrec.comparison.launch import read_json, write_json
-from kge_torchrec.comparison.measurements import PARTS
-from kge_torchrec.comparison.report import (
-    Spread,
-    describe,
-    ratio,
-    summarize,
-    tables,
-    triples_per_second,
-)
+from kge_torchrec.comparison import PARTS, summary, text
 from kge_torchrec.config.parser import config_from_dict
 
 
@@ -52,21 +43,31 @@ def comparison(difference: float | None, **speed: list[dict]) -> dict[str, Any]:
     return {
         "config": config_from_dict(PLAIN).to_dict(),
         "training": {"2": training},
-        "summary": summarize(by_world_size),
+        "summary": summary(by_world_size),
+        "failure": None,
     }
+
+
+def figures(ours: list[dict], base: list[dict]) -> dict[str, tuple]:
+    """(median, lowest, highest) of the speed, and of its ratio to the base."""
+    found = summary({"2": {"base": base, "ours": ours}})["2"]["ours"]
+    return {name: tuple(found[name].values()) for name in ("triples_per_second", "ratio_to_first")}
 
 
 def test_spread_and_ratio():
     ours, base = repeats(200, 260, 220), repeats(100, 104, 100)
-    assert triples_per_second(ours) == Spread(220, 200, 260)
-    assert ratio(ours, base) == Spread(2.2, 2.0, 2.5)
-    assert triples_per_second(repeats(200)[:1]) == Spread(200, 100, 300)  # of its blocks
-    assert ratio(ours[:1], base) == Spread(2.0, 2.0, 2.0)
+    results = figures(ours, base)
+    assert results == {"triples_per_second": (220, 200, 260), "ratio_to_first": (2.2, 2.0, 2.5)}
+    results = figures(ours[:1], base)
+    assert results == {
+        "triples_per_second": (200, 100, 300),  # of its blocks
+        "ratio_to_first": (2.0, 2.0, 2.0),
+    }
 
 
 def test_tables():
-    text = tables(comparison(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5)))
-    rows = [line.split() for line in text.splitlines()]
+    said = text(comparison(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5)))
+    rows = [line.split() for line in said.splitlines()]
     assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "1.0e-06"] in rows
     assert ["2", "torchrec", "105,000", "100,000", "110,000", "1.00", "300"] in rows
     assert ["2", "handrolled", "210,000", "200,000", "220,000", "2.00", "300"] in rows
@@ -76,22 +77,17 @@ def test_tables():
 
 
 def test_what_was_not_measured_has_no_figure():
-    rows = [line.split() for line in tables(comparison(None)).splitlines()]
+    rows = [line.split() for line in text(comparison(None)).splitlines()]
     assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "-"] in rows
-    assert "triples/s" not in tables(comparison(None))
+    assert "triples/s" not in text(comparison(None))
 
 
 def test_a_failure_says_where_and_why():
-    failure = {"phase": "speed (repeat 1)", "contender": "handrolled", "world_size": 2, "rank": 1,
+    failure = {"where": "2 ranks, speed of handrolled, repeat 1 of 3", "rank": 1,
                "reason": "was killed by SIGKILL"}  # fmt: skip
-    assert describe(failure) == (
-        "at world size 2, speed (repeat 1) of handrolled: rank 1 was killed by SIGKILL"
+    said = text(comparison(None) | {"failure": failure}).splitlines()[-1]
+    assert said == (
+        "incomplete: 2 ranks, speed of handrolled, repeat 1 of 3: rank 1 was killed by SIGKILL"
     )
-    interrupted = {**failure, "world_size": None, "reason": "it was interrupted"}
-    assert describe(interrupted) == "it was interrupted"
-
-
-def test_numbers_that_json_lacks_become_null(tmp_path):
-    file = tmp_path / "a.json"
-    write_json(file, {"a": [float("nan"), 1.5, (float("inf"),)], "b": {"c": -float("inf")}})
-    assert read_json(file) == {"a": [None, 1.5, [None]], "b": {"c": None}}
+    failure |= {"rank": None, "reason": "it was interrupted"}
+    assert text(comparison(None) | {"failure": failure}).endswith("of 3: it was interrupted")

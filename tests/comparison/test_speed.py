@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from comparison_ranks import use_memory
 from torch import nn
 from training_runs import config_of, tiny_store
 
-from kge_torchrec.comparison import measurements
-from kge_torchrec.comparison.launch import Reporter, run_world
-from kge_torchrec.comparison.measurements import PARTS, split_of_a_step
+from kge_torchrec import comparison
+from kge_torchrec.comparison import PARTS, split_of_a_step
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.assembly import build_batches
@@ -92,22 +89,11 @@ def test_slow_part_is_measured(session, part, monkeypatch):
 
 
 @pytest.mark.parametrize("session", ["torchrec", "handrolled"], indirect=True)
-def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch):
+def test_blocks_count_the_triples_that_they_train(session, monkeypatch):
     """130 triples in batches of 32: every fifth step trains 2."""
     seconds = count()
-    monkeypatch.setattr(measurements, "_seconds_everywhere", lambda session: float(next(seconds)))
-    timing = measurements.Timing(steps=4, blocks=3, warm_up=2, split=1, settling=1, traffic=1)
-    results = measurements.measure_speed(
-        Reporter(tmp_path, 0), session.processes, session.config, timing
-    )
+    monkeypatch.setattr(comparison, "_seconds_everywhere", lambda session: float(next(seconds)))
+    monkeypatch.setattr(comparison, "WARM_UP", 2)
+    results = comparison.measure_speed(session.processes, session.config, 4)
     #    warm-up:  32 32, then 32 32 2 32, 32 32 32 2, 32 32 32 32
     assert results["triples_per_second"] == [98, 98, 128]
-    steps = np.memmap(tmp_path / "steps", dtype=np.int64, mode="r")
-    assert int(steps[0]) == timing.total == 1 + 1 + 2 + 3 * 4 + 3 + 2 * 1
-
-
-def test_peak_memory_grows_with_what_is_used():
-    size = 200 << 20
-    before, using, after = run_world(use_memory, 1, size)[0]["peaks"]
-    assert using - before == pytest.approx(size, rel=0.1)
-    assert after == pytest.approx(using, rel=0.01)

@@ -1,0 +1,787 @@
+"""``compare``: train several engines side by side, from the same values on the same batches.
+
+For each world size all variants train in one world of processes. Every variant takes step i before
+any takes step i + 1, so the distance between their parameters can be measured while they train.
+Then each variant is measured in fresh worlds of its own, alternating, ``repeats`` times: speed,
+memory, the parts of a step, and traffic. The folder run.dir then holds
+
+    comparison.json  everything; rewritten after each measurement, "complete" at the end
+    comparison.txt   tables
+    store/           the prepared triples, unless data.path was a store
+
+A step is split by running its parts one after another:
+
+    data      build the batch
+    lookup    move it to the device, send its ids to their owners, get their rows
+    score     scorer and loss
+    backward  gradients, and the exchange of some
+    update    the optimizers of table and dense parameters
+
+FBGEMM's CUDA table steps inside backward, in one kernel with the gradient, and stays there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kge_torchrec import files
+from kge_torchrec.config import Config, ConfigError, NegativesConfig
+from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.parser import AnyConfig, as_config
+from kge_torchrec.data.batches.queries import QuerySampleBatches
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.report import notes
+from kge_torchrec.distributed.processes import Processes, RankLost, processes
+from kge_torchrec.environment import (
+    flush_denormals,
+    installed,
+    peak_resident_bytes,
+    silence_dependencies,
+)
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.run_data import check_start, facts_of, open_store
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import begin
+from kge_torchrec.training.step import PARTS, SampledStep
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
+
+# name -> (entities.engine, entities.preset)
+VARIANTS = {
+    "torchrec": ("torchrec", "fbgemm"),
+    "handrolled": ("handrolled", "fbgemm"),
+    "dicee": ("handrolled", "dicee"),
+    "dgl": ("handrolled", "dgl"),
+}
+SETTLING, SPLIT = 10, 40  # steps run part by part: to compile kernels, and measured
+WARM_UP, BLOCKS = 10, 3  # steps that fill the pipeline, and timed blocks of steps
+IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
+COUNTED = 5  # steps whose traffic is counted, with and again without de-duplication
+CHUNK_NUMBERS = 1 << 22  # elements of the table that are compared at once: 16 MiB of each
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
+
+
+def compare(
+    config: AnyConfig = None,
+    engines: Sequence[str] = ("torchrec", "handrolled"),
+    world_sizes: Sequence[int] = (1,),
+    repeats: int = 3,
+    steps: int = 100,
+) -> dict[str, Any]:
+    """Train the same run with several engines, side by side, and measure them.
+
+    It starts processes of its own, so scripts call it under ``if __name__ == "__main__"``. A rank
+    that fails ends the comparison: "complete" is then False, and "failure" says why.
+
+    Args:
+        config: As for ``train``; run.dir gets the report.
+        engines: Names of the variants; the others are compared with the first.
+        world_sizes: Numbers of processes to compare with.
+        repeats: Number of speed measurements per variant.
+        steps: Number of steps per timed block.
+
+    Returns:
+        The content of comparison.json.
+
+    Raises:
+        ConfigError: The settings make no sense, or run.dir is not empty.
+        DataError: The data is bad.
+        KeyboardInterrupt: The user interrupted; the report has the measurements so far.
+    """
+    config = as_config(config)
+    configs = variants(config, engines)
+    if not world_sizes or min(world_sizes) < 1 or len(set(world_sizes)) < len(world_sizes):
+        raise ConfigError(f"--world-sizes must be different integers >= 1, got {list(world_sizes)}")
+    at_least("--repeats", repeats, 0)
+    at_least("--steps", steps, 1)
+    check_start(config, facts_of(config))
+    on_cuda = config.device != "cpu" and torch.cuda.is_available()
+    if on_cuda and max(world_sizes) > torch.cuda.device_count():
+        raise ConfigError(
+            f"--world-sizes: {max(world_sizes)} ranks need as many GPUs, and this host has "
+            f"{torch.cuda.device_count()}; name fewer or set device cpu"
+        )
+    folder = Path(config.run.dir or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"run.dir: {folder} is not empty; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        store = open_store(config, folder, progress=config.run.progress)
+    except Exception:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+    def show(text: str) -> None:
+        if config.run.progress:
+            print(text, file=sys.stderr)
+
+    for note in notes(store):
+        show(f"note: {note}")
+    configs = {
+        name: replace(  # one batch size for all world sizes
+            variant.settled(store.size, on_cuda),
+            data=replace(variant.data, path=str(store.path)),
+            run=replace(variant.run, dir=str(folder), progress=False),
+        )
+        for name, variant in configs.items()
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    content: dict[str, Any] = {
+        "complete": False,
+        "failure": None,
+        "engines": list(configs),
+        "settings": {"world_sizes": list(world_sizes), "repeats": repeats, "steps": steps},
+        "config": configs[engines[0]].to_dict(),
+        "entities": {name: asdict(variant.entities) for name, variant in configs.items()},
+        "data": {
+            "entities": store.num_entities,
+            "relations": store.num_relations,
+            "train": len(store.train),
+        },
+        "machine": {
+            "cores": cores,
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+            "packages": installed(PACKAGES),
+        },
+        "training": {},
+        "speed": {},
+        "summary": {},
+    }
+
+    def write() -> None:
+        content["summary"] = summary(content["speed"])
+        files.write_json(folder / "comparison.json", files.finite(content))
+        files.write_text(folder / "comparison.txt", text(files.finite(content)) + "\n")
+
+    def measure_all() -> Iterator[str]:
+        """Measure everything; yield where it is, before each measurement."""
+        device = config.device if on_cuda else "cpu"
+        for size in world_sizes:
+            ranks = f"{size} rank{'s' * (size > 1)}"
+            yield f"{ranks}, training side by side"
+            partial = folder / ".partial.json"
+            try:
+                results = run_world(size, device, train_side_by_side, configs, partial)
+                content["training"][str(size)] = results[0]
+            except RankFailed:
+                if partial.exists():
+                    content["training"][str(size)] = json.loads(partial.read_text("utf-8"))
+                raise
+            finally:
+                partial.unlink(missing_ok=True)
+            speed: dict[str, list] = {name: [] for name in configs} if repeats else {}
+            for repeat in range(repeats):
+                # There and back, so that what slows down slows all of them.
+                for name in engines if repeat % 2 == 0 else engines[::-1]:
+                    yield f"{ranks}, speed of {name}, repeat {repeat + 1} of {repeats}"
+                    measured = run_world(size, device, measure_speed, configs[name], steps)
+                    rates = measured[0]["triples_per_second"]
+                    content["speed"][str(size)] = speed
+                    speed[name].append(
+                        {"repeat": repeat, "triples_per_second": rates, "ranks": measured}
+                    )
+
+    where = "the start"
+    try:
+        write()
+        for where in measure_all():
+            show(where)
+            write()
+        content["complete"] = True
+    except RankFailed as failed:
+        content["failure"] = {"where": where, "rank": failed.rank, "reason": failed.reason,
+                              "details": failed.details}  # fmt: skip
+        show(f"ended: {where}: {failed}")
+    except KeyboardInterrupt as error:
+        content["failure"] = {"where": where, "rank": None, "reason": "it was interrupted"}
+        with suppress(OSError):  # the caller has to see that it was interrupted
+            write()
+        raise KeyboardInterrupt(f"interrupted; the measurements so far are in {folder}") from error
+    write()
+    return content
+
+
+def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
+    """Return the config of each variant: ``config`` with its engine and preset.
+
+    Raises:
+        ConfigError: A name is unknown or there are too few, or another setting contradicts an
+            engine; the message names the variant and the key.
+    """
+    for name in names:
+        if name not in VARIANTS:
+            raise ConfigError(f"--engines: {name!r} is none of {', '.join(VARIANTS)}")
+        if list(names).count(name) > 1:
+            raise ConfigError(f"--engines names {name} twice; a variant takes part once")
+    if len(names) < 2:
+        raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
+    if config.train.schedule == "plateau":
+        raise ConfigError(
+            "train.schedule plateau follows validation, and a comparison validates at its end "
+            "only; use constant, linear, cosine or exponential"
+        )
+    if config.entities.on_disk:
+        raise ConfigError(
+            "entities.placement disk: a comparison trains all variants in one folder, where they "
+            "would overwrite each other's parts; set entities.placement to memory"
+        )
+    if config.negatives.is_full:
+        raise ConfigError(
+            f"negatives.regime {config.negatives.regime}: compare takes apart how engines look "
+            "entities up, and there is no lookup with all entities as candidates; use sampled "
+            "or kvssample"
+        )
+    configs = {}
+    for name in names:
+        engine, preset = VARIANTS[name]
+        entities = replace(config.entities, engine=engine, preset=preset)
+        try:
+            configs[name] = replace(config, entities=entities)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return configs
+
+
+# worlds
+
+
+class RankFailed(KGEError, RuntimeError):
+    """A rank of a world raised an exception or died, and the world was ended.
+
+    ``rank`` failed first, for ``reason``; ``details`` is the traceback, empty if it was killed.
+    """
+
+    def __init__(self, rank: int, reason: str, details: str = ""):
+        super().__init__(f"rank {rank} {reason}")
+        self.rank, self.reason, self.details = rank, reason, details
+
+
+def run_world(size: int, device: str, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``work(processes, *args)`` returns on each rank of a world of new processes.
+
+    The processes are on this host, and none of them outlives the call. On a CPU they fork from a
+    server that has imported this module.
+
+    Raises:
+        RankFailed: A rank raised an exception or died.
+        KeyboardInterrupt: The user interrupted.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory(prefix="compare-") as logs, _own_signals():
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id="compare",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="forkserver" if device == "cpu" else "spawn",
+        )
+        try:
+            results = elastic_launch(launch, _run_rank)(device, work, args)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raised = failure.error_file_data.get("message")
+            if isinstance(raised, dict):
+                details = raised["extraInfo"]["py_callstack"]
+                raise RankFailed(rank, f"raised {raised['message']}", details) from None
+            if failure.exitcode > 0:
+                raise RankFailed(rank, f"ended with exit code {failure.exitcode}") from None
+            name = signal.Signals(-failure.exitcode).name
+            memory = " (the kernel does this when memory runs out)" * (name == "SIGKILL")
+            raise RankFailed(rank, f"was killed by {name}{memory}") from None
+    return [results[rank] for rank in range(size)]
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Turn signals that the launcher takes into what they are elsewhere; hide what it logs."""
+    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    before = {number: signal.getsignal(number) for number in signals}
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    received = None
+    try:
+        yield
+    except SignalException as error:
+        received = error.sigval
+    finally:
+        logger.setLevel(level)
+        for number, handler in before.items():
+            with suppress(ValueError):  # not in the main thread, where nothing was changed
+                signal.signal(number, handler)
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+    if received is not None:
+        signal.raise_signal(received)
+
+
+def _run_rank(device: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the rank, also if its launcher is killed
+    silence_dependencies()
+    flush_denormals()
+    try:
+        with processes(device) as ranks:
+            return work(ranks, *args)
+    except RankLost:
+        time.sleep(2)  # so that the launcher sees the rank first that is lost
+        raise
+
+
+# training side by side
+
+
+def train_side_by_side(
+    ranks: Processes, configs: dict[str, Config], partial: Path
+) -> dict[str, Any]:
+    """Train the variants for train.epochs epochs; 0 epochs compare their initial values only.
+
+    Collective. Rank 0 writes the results so far to the file ``partial`` every train.log_every
+    steps.
+
+    Returns:
+        {"complete", "steps", "threads", "losses": {name: loss per step}, "differences": {name:
+        [{"step", "entities", "dense"}]} from the first variant, "split": the split that was ranked
+        at the end or None, "metrics": {name: as from Session.rank}}.
+
+    Raises:
+        NonFiniteLoss: A loss is not finite; the message names the variant.
+    """
+    train = next(iter(configs.values())).train
+    trainers = {name: _trainer(_session(config, ranks)) for name, config in configs.items()}
+    first, *others = trainers
+    per_epoch = trainers[first].batches.steps_per_epoch
+    compared = set(measured_steps(train.epochs * per_epoch))
+    results: dict[str, Any] = {
+        "complete": False,
+        "steps": 0,
+        "threads": torch.get_num_threads(),
+        "losses": {name: [] for name in trainers},
+        "differences": {name: [] for name in others},
+        "split": None,
+        "metrics": {},
+    }
+
+    def measure(step: int) -> None:
+        for name in others:
+            apart = largest_differences(trainers[first].session, trainers[name].session)
+            results["differences"][name].append({"step": step, **apart})
+
+    measure(0)
+    for epoch in range(train.epochs):
+        streams = {name: trainer.batches.epoch(epoch) for name, trainer in trainers.items()}
+        for trainer in trainers.values():
+            trainer.progress.step = 0
+        for step in range(1, per_epoch + 1):
+            for name, trainer in trainers.items():
+                trainer.train_step(streams[name])
+            steps = epoch * per_epoch + step
+            if steps in compared:
+                measure(steps)
+            if step % train.log_every == 0 or step == per_epoch:
+                for name, trainer in trainers.items():
+                    try:
+                        results["losses"][name] += trainer.read_losses(epoch, step)
+                    except NonFiniteLoss as error:
+                        raise NonFiniteLoss(f"{name}: {error}") from None
+                results["steps"] = steps
+                if ranks.is_first:
+                    files.write_json(partial, files.finite(results))
+    store = trainers[first].session.store
+    split = next((name for name in ("test", "valid") if len(store.split(name))), None)
+    if train.epochs and split is not None:
+        results["split"] = split
+        results["metrics"] = {name: each.session.rank(split) for name, each in trainers.items()}
+    return {**results, "complete": True}
+
+
+def _session(config: Config, ranks: Processes) -> Session:
+    assert config.run.dir is not None  # the comparison's folder
+    return Session(config, RunFolder(config.run.dir), ranks)
+
+
+def _trainer(session: Session) -> Trainer:
+    return Trainer(session, begin(session), None)
+
+
+@torch.no_grad()
+def largest_differences(one: Session, other: Session) -> dict[str, float]:
+    """Return {"entities", "dense"}: the largest absolute difference between parameters. Collective.
+
+    It is NaN where either has one. No rank holds more than a part of the table.
+    """
+    first, second = one.backend.shard(), other.backend.shard()
+    device, entities = first.rows.device, torch.zeros((), device=first.rows.device)
+    step = max(1, CHUNK_NUMBERS // first.dim)
+    for start in range(0, first.num_entities, step):
+        ids = torch.arange(start, min(start + step, first.num_entities), device=device)
+        entities = torch.maximum(entities, _largest(first.fetch(ids), second.fetch(ids)))
+    with one.trained_model() as ours, other.trained_model() as others:
+        pairs = zip(ours.scorer.parameters(), others.scorer.parameters(), strict=True)
+        dense = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
+    largest = float(torch.stack(dense).max()) if dense else 0.0
+    return {"entities": float(entities), "dense": largest}
+
+
+def _largest(first: Tensor, other: Tensor) -> Tensor:
+    return (first.float() - other.float()).abs().max()
+
+
+def measured_steps(last: int) -> list[int]:
+    """Return 0, 1, 2, 5, 10, 20, 50, ... and the last step."""
+    steps, unit = {0, last}, 1
+    while unit < last:
+        steps.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
+        unit *= 10
+    return sorted(steps)
+
+
+# speed, memory, split and traffic
+
+
+def measure_speed(ranks: Processes, config: Config, steps: int) -> dict[str, Any]:
+    """Measure a variant. Collective.
+
+    Returns:
+        {"triples_per_second": per block, "threads", "peak_memory_bytes", "split": {part:
+        milliseconds}, "traffic": {"deduplicated" | "duplicated": means per step of this rank}}, and
+        "peak_device_bytes" on CUDA. Memory is read before the batches with duplicates, which are
+        larger.
+    """
+    session = _session(config, ranks)
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
+    stream = _endless(_batches(session))
+    step = SampledStep(session.backend, config.train, ranks.device)
+    split_of_a_step(step, stream, SETTLING)
+    results["split"] = split_of_a_step(step, stream, SPLIT)
+    # The pipeline takes the lookup over: from here on nothing else may train the model.
+    trainer = _trainer(session)
+    results["triples_per_second"] = _timed_blocks(trainer, steps)
+    results["peak_memory_bytes"] = peak_resident_bytes()
+    if ranks.device.type == "cuda":
+        results["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
+    results["traffic"] = {
+        name: _traffic(trainer, duplicates)
+        for name, duplicates in (("deduplicated", False), ("duplicated", True))
+    }
+    return results
+
+
+def _batches(session: Session, duplicates: bool = False) -> TripleBatches | QuerySampleBatches:
+    batches = build_batches(
+        session.config, session.store, session.processes, session.disk, duplicates
+    )
+    return cast(TripleBatches | QuerySampleBatches, batches)  # compare refuses all entities
+
+
+def _endless(batches: TripleBatches | QuerySampleBatches) -> Iterator[Any]:
+    """Yield the batches of epoch after epoch."""
+    for epoch in count():
+        yield from batches.epoch(epoch)
+
+
+def _timed_blocks(trainer: Trainer, steps: int) -> list[float]:
+    """Return triples per second, over all ranks, for each block of steps."""
+    session = trainer.session
+    batches = _batches(session)
+    blocks = [WARM_UP, *[steps] * BLOCKS]
+    # Batches beyond the last block keep the pipeline as full there as in any other.
+    needed = (sum(blocks) + IN_FLIGHT) * batches.plan.accumulation
+    stream = islice(_endless(batches), needed)
+    size, per_epoch, rates, done = batches.plan.batch_size, batches.steps_per_epoch, [], 0
+    for block in blocks:
+        triples = sum(
+            min(size, batches.examples - step % per_epoch * size)
+            for step in range(done, done + block)
+        )
+        done += block
+        started = _seconds_everywhere(session)
+        for _ in range(block):
+            trainer.train_step(stream)
+        rates.append(triples / (_seconds_everywhere(session) - started))
+    for _ in range(IN_FLIGHT):
+        trainer.train_step(stream)
+    return rates[1:]
+
+
+def _seconds_everywhere(session: Session) -> float:
+    """Return the time, once all ranks have finished their steps, in threads and on GPUs too."""
+    session.backend.shard()
+    _seconds(session.processes.device)
+    session.processes.barrier()
+    return time.perf_counter()
+
+
+def _seconds(device: torch.device) -> float:
+    """Return the time, once the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> dict[str, float]:
+    """Return the median milliseconds of each part of a step. Collective.
+
+    The micro-batches of a step are summed. Call it before a pipeline takes over the lookup.
+    """
+    times: list[dict[str, float]] = []
+    device, last = step.device, _seconds(step.device)
+
+    def watch(part: str) -> None:
+        nonlocal last
+        now = _seconds(device)
+        times[-1][part] += now - last
+        last = now
+
+    with step.watched(watch):
+        for _ in range(steps):
+            times.append(dict.fromkeys(PARTS, 0.0))
+            last = _seconds(device)
+            step.progress(batches)
+    return {part: 1e3 * statistics.median(step[part] for step in times) for part in PARTS}
+
+
+def _traffic(trainer: Trainer, duplicates: bool) -> dict[str, Any]:
+    """Count the first batches of epoch 0, which are the same for every variant and repeat."""
+    session = trainer.session
+    batches = _batches(session, duplicates)
+    feature, looked_up = batches.delivery.feature, 0
+
+    def in_order(ids: Tensor) -> Any:
+        """Sort the ids, since an engine for distinct ids relies on it.
+
+        With duplicates the rows are then not those of the triples; the traffic is the same.
+        """
+        nonlocal looked_up
+        looked_up += ids.numel()
+        return feature(ids.sort().values)
+
+    batches.delivery = replace(batches.delivery, feature=in_order)
+    stream = iter(list(islice(_endless(batches), COUNTED * batches.plan.accumulation)))
+    with Traffic() as traffic:
+        for _ in range(COUNTED):
+            trainer.train_step(stream)
+    return {
+        "ids_looked_up": looked_up / COUNTED,
+        "rows_sent": traffic.floats_sent / session.backend.shard().dim / COUNTED,
+        "integers_sent": traffic.integers_sent / COUNTED,
+        "bytes_sent": traffic.bytes_sent / COUNTED,
+        "collectives": {kind: n / COUNTED for kind, n in traffic.collectives.items()},
+        "payload_bytes": {kind: n / COUNTED for kind, n in traffic.payload_bytes.items()},
+    }
+
+
+# The first kind counts that begins an operator's name, both without underscores.
+_KINDS = (
+    "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather",
+    "scatter", "send",
+)  # fmt: skip
+
+
+class Traffic(TorchDispatchMode):
+    """Counts this rank's collectives and messages while entered, those of backward and of DDP too.
+
+    It sees the collectives that torch dispatches, as torch.distributed.tensor.debug.CommDebugMode
+    does, which counts collectives but not their bytes.
+
+    Attributes:
+        collectives: Number per kind; a message to another rank is a "send".
+        payload_bytes: Per kind, the size of their inputs, this rank's own part included.
+        integers_sent: Ids and their counts that went to other ranks by all_to_all or send.
+        floats_sent: The elements of rows and gradients that did.
+        bytes_sent: Everything that did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: dict[str, int] = defaultdict(int)
+        self.payload_bytes: dict[str, int] = defaultdict(int)
+        self.bytes_sent = self.integers_sent = self.floats_sent = 0
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Count an operator if it is a collective, and run it."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__.replace("_", "").removeprefix("i")
+        kinds = [kind for kind in _KINDS if name.startswith(kind.replace("_", ""))]
+        if kinds and func.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in func._schema.arguments]
+            self._count(kinds[0], dict(zip(names, args, strict=False)) | kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, kind: str, arguments: dict[str, Any]) -> None:
+        # A collective has inputs, or works in place on the tensors of its arguments.
+        names = [name for name in arguments if name.startswith("input")] or list(arguments)
+        leaves = tree_leaves([arguments[name] for name in names])
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.collectives[kind] += 1
+        self.payload_bytes[kind] += sum(tensor.nbytes for tensor in inputs)
+        if kind not in ("all_to_all", "send"):
+            return
+        (tensor,) = inputs
+        elements = tensor.numel()
+        if kind == "all_to_all":  # without this rank's own part
+            splits = arguments.get("input_split_sizes")
+            size, own = (
+                (sum(splits), splits[dist.get_rank()]) if splits else (dist.get_world_size(), 1)
+            )
+            elements -= elements * own // max(1, size)
+        self.bytes_sent += elements * tensor.element_size()
+        if tensor.is_floating_point():
+            self.floats_sent += elements
+        else:
+            self.integers_sent += elements
+
+
+# the report
+
+
+def summary(speed: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """Return the figures of the tables by world size and variant; unmeasured ones are left out.
+
+    The speed of a repeat is the median of its blocks. With one repeat, the spread is that of its
+    blocks. A ratio is that of the medians, with the range over pairs of repeats.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for size, by_name in speed.items():
+        results[size], base = {}, dict[int, float]()
+        for name, ours in ((name, ours) for name, ours in by_name.items() if ours):
+            ranks = [rank for each in ours for rank in each["ranks"]]
+            mine = {m["repeat"]: statistics.median(m["triples_per_second"]) for m in ours}
+            base = base or mine
+            rates = list(mine.values()) if len(ours) > 1 else ours[0]["triples_per_second"]
+            ratio = statistics.median(mine.values()) / statistics.median(base.values())
+            pairs = [mine[repeat] / base[repeat] for repeat in mine if repeat in base]
+            on_device = [rank["peak_device_bytes"] for rank in ranks if "peak_device_bytes" in rank]
+            splits = [_mean([rank["split"] for rank in each["ranks"]]) for each in ours]
+            results[size][name] = {
+                "triples_per_second": _spread(statistics.median(rates), rates),
+                "ratio_to_first": _spread(ratio, [ratio, *pairs]),
+                "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
+                "peak_device_bytes": max(on_device, default=None),
+                "split_milliseconds": {
+                    part: statistics.median(split[part] for split in splits) for part in PARTS
+                },
+                "traffic": _mean([rank["traffic"] for rank in ours[0]["ranks"]]),
+            }
+    return results
+
+
+def _spread(median: float, values: list[float]) -> dict[str, float]:
+    return {"median": median, "lowest": min(values), "highest": max(values)}
+
+
+def _mean(values: list[Any]) -> Any:
+    """Return the mean of numbers, or of dicts of them by key; a missing key counts as 0."""
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _mean([value.get(key, 0) for value in values]) for key in keys}
+    return statistics.mean(values)
+
+
+def text(content: dict[str, Any]) -> str:
+    """Return the tables, then where and why the comparison ended if it is incomplete."""
+    regime = content["config"]["negatives"]["regime"]
+    who, examples = ["ranks", "variant"], NegativesConfig(regime=regime).examples
+    trained = [[*who, "steps", "last loss", "MRR", "hits@10", "difference"]]
+    speed = [[*who, f"{examples}/s", "lowest", "highest", "ratio", "peak MiB", "on GPU"]]
+    split = [[*who, *PARTS, "all"]]
+    traffic = [[*who, "ids", "looked up", "rows sent", "integers", "KiB sent", "collectives"]]
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    for size, measured in content["training"].items():
+        for name, losses in measured["losses"].items():
+            metrics = measured["metrics"].get(name, {}).get("both", {}).get("realistic", {})
+            last = (measured["differences"].get(name) or [{}])[-1]
+            apart = [last.get("entities"), last.get("dense")]
+            row = [
+                size,
+                name,
+                f"{measured['steps']:,}",
+                shown(losses[-1] if losses else None, ".4g"),
+            ]
+            row += [shown(metrics.get("mrr"), ".4f"), shown(metrics.get("hits@10"), ".4f")]
+            trained.append([*row, "-" if None in apart else shown(max(apart), ".1e")])
+    for size, by_name in content["summary"].items():
+        for name, figures in by_name.items():
+            row = [size, name, *(f"{rate:,.0f}" for rate in figures["triples_per_second"].values())]
+            row.append(f"{figures['ratio_to_first']['median']:.2f}")
+            peaks = [figures["peak_memory_bytes"], figures["peak_device_bytes"]]
+            speed.append([*row, *(shown(peak and peak / 2**20, ",.0f") for peak in peaks)])
+            parts = figures["split_milliseconds"].values()
+            split.append([size, name, *(f"{value:.3g}" for value in [*parts, sum(parts)])])
+            for kind, means in figures["traffic"].items():
+                row = [size, name, kind]
+                keys = ("ids_looked_up", "rows_sent", "integers_sent")
+                row += [f"{means[key]:,.0f}" for key in keys]
+                calls = ", ".join(f"{n:g} {call}" for call, n in means["collectives"].items())
+                traffic.append([*row, f"{means['bytes_sent'] / 1024:,.1f}", calls or "none"])
+    if all(row[-1] == "-" for row in speed[1:]):
+        speed = [row[:-1] for row in speed]
+    difference = "largest parameter difference from the first"
+    tables = {
+        f"training, same start and batches; {difference}": trained,
+        "speed, spread over the repeats": speed,
+        "a step, part by part, ms": split,
+        "traffic per step and rank, to other ranks; integers are ids and their counts": traffic,
+    }
+    said = [f"{title}\n{_table(rows)}" for title, rows in tables.items() if len(rows) > 1]
+    if (failure := content["failure"]) is not None:
+        rank = "" if failure["rank"] is None else f"rank {failure['rank']} "
+        said.append(f"incomplete: {failure['where']}: {rank}{failure['reason']}")
+    return "\n\n".join(said)
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Return rows, the first of which is the header, with words left and numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = re.compile(r"[\d.,e+-]+").fullmatch
+    numeric = [all(map(is_number, column)) for column in zip(*rows[1:], strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, numeric, strict=True)
+        padded = (cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells)
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])

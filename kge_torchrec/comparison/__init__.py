@@ -1,1 +1,0 @@
-"""Compare training with other systems on the same graph."""
