@@ -32,6 +32,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -352,7 +353,8 @@ def _own_signals() -> Iterator[None]:
 
 
 def _run_rank(device: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the rank, also if its launcher is killed
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the rank without a traceback
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     silence_dependencies()
     flush_denormals()
     try:
@@ -361,6 +363,14 @@ def _run_rank(device: str, work: Callable[..., Any], args: tuple[Any, ...]) -> A
     except RankLost:
         time.sleep(2)  # so that the launcher sees the rank first that is lost
         raise
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the process that started it is gone, even if it was killed."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None  # every rank was started by another process
+    launcher.join()
+    os._exit(1)
 
 
 # training side by side
