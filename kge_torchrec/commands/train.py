@@ -16,6 +16,7 @@ from kge_torchrec.commands import (
     follow_log,
     is_first_rank,
 )
+from kge_torchrec.commands.output import SIDES as RANKED
 from kge_torchrec.commands.output import Cell, results_table, rows_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
@@ -118,6 +119,10 @@ def _report(run: Run, ties: bool) -> int:
         test = results["test"]  # the table names the candidates if they are restricted
         among = "" if "candidates" in test else f", {ranked_among(test)}"
         print(f"\ntest{among}\n{results_table(test, ties=ties)}\n{selection(results)}")
+        if "recommendation" in test:  # evaluation.metric is one of lists
+            from kge_torchrec.ranking.recommendation import recommendation_table
+
+            print(recommendation_table({key: x for key, x in test.items() if key not in RANKED}))
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
     if (early := train.get("stopped_early")) is not None:

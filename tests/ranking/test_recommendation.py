@@ -227,6 +227,14 @@ def test_validation_by_recall_chooses_the_best_checkpoint(run):
     assert results["test"]["recommendation"] == again and "both" in results["test"]
 
 
+def test_train_prints_the_lists_that_it_was_selected_by(run, capsys):
+    assert main(["train", "--resume", str(run)]) == 0
+    text = capsys.readouterr().out
+    value = json.loads((run / "results.json").read_text())["test"]["recommendation"]["recall@3"]
+    assert "recommendations among all entities: " in text and f"{value:.4f}" in text
+    assert "filtered ranks among all entities" in text
+
+
 def test_evaluate_prints_lists_and_groups(run, capsys):
     assert main(["evaluate", str(run), "--recommend", "2", "5", "--by", "popularity"]) == 0
     text = capsys.readouterr().out
