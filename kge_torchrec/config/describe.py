@@ -38,8 +38,13 @@ The command prints the same keys. `kge-torchrec list keys --format markdown` wro
 - A key such as `model.options` holds the options of the scorer, loss or sampler that another key
   names. `kge-torchrec list KIND` lists them.
 - null stands for a default that is resolved from the graph, see [defaults](defaults.md).
-- Editors complete keys and options by `configs/keys.schema.json`, which `kge-torchrec list keys
-  --format json-schema` writes. The first line of every published config names it.
+
+## Completion in editors
+
+`kge-torchrec list keys --format json-schema > keys.schema.json` writes a JSON schema of all keys.
+Put `# yaml-language-server: $schema=keys.schema.json` into the first line of a config beside it, as
+the published configs have it. Editors with the YAML language server then complete keys, choices and
+the options of the chosen scorer, loss and optimizer, show their help, and mark mistakes.
 """
 _COLUMNS = """\
 | key | default | meaning | acts only with | may change on resume |
