@@ -332,7 +332,8 @@ def _option(
     else:
         options |= {"type": hint, "metavar": metavar}
     if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
-        options["help"] += f" (default: {item.default})"
+        default = " ".join(map(str, item.default)) if several else item.default
+        options["help"] += f" (default: {default})"
     if item.kind is item.POSITIONAL_ONLY:
         if several:
             options["nargs"] = "+" if item.default is item.empty else "*"
