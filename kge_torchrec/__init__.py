@@ -17,7 +17,7 @@ _HOMES = {
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
-    "plan": "kge_torchrec.commands.plan",
+    "plan": "kge_torchrec.planning.report",
     "prepare": "kge_torchrec.data.prepare",
     "report": "kge_torchrec.reports.page",
     "resume": "kge_torchrec.api",
@@ -65,7 +65,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.api import extend as extend
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
-    from kge_torchrec.commands.plan import plan as plan
     from kge_torchrec.comparison import compare as compare
     from kge_torchrec.config import CheckpointConfig as CheckpointConfig
     from kge_torchrec.config import Config as Config
@@ -93,6 +92,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer
     from kge_torchrec.models.scorers.base import Scorer as Scorer
+    from kge_torchrec.planning.report import plan as plan
     from kge_torchrec.reports.data_check import check_data as check_data
     from kge_torchrec.reports.page import report as report
     from kge_torchrec.seeds import SeedRuns as SeedRuns

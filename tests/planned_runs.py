@@ -6,48 +6,52 @@ from typing import Any
 
 from plain_config import PLAIN
 
-from kge_torchrec.config import GraphSize
+from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.planning.devices import Cluster, parse_devices
-from kge_torchrec.planning.frequency import EntityFrequency
-from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import TrainingPlan, plan_training
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.plan import Plan
+from kge_torchrec.planning.sizes import Sizes
+
+FREEBASE = (86_000_000, 14_824, 338_586_276)
 
 
-def workload(
-    entities: int = 1000, relations: int = 7, triples: int = 5000, skew: float = 0.0, **keys: Any
-) -> Workload:
-    """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
+def plan_of(
+    devices: str,
+    entities: int = 1000,
+    relations: int = 7,
+    triples: int = 5000,
+    skew: float = 0.0,
+    hosts: int = 1,
+    links: dict[str, float] | None = None,
+    layout: str = "row_wise",
+    reserve: float = 0.05,
+    **keys: Any,
+) -> Plan:
+    """A plan for devices such as "8xH100-80GB"; ``keys`` are the config's, with __ for the dot."""
     settings = {key.replace("__", "."): value for key, value in keys.items()}
     config = config_from_dict({**PLAIN, **settings})
-    config = config.settled(GraphSize(entities, relations, triples))
-    popularity = EntityFrequency.zipf(max(1, entities), skew)
-    return Workload(config, entities, relations, triples, popularity)
+    sizes = Sizes.of_counts(entities, relations, triples, skew)
+    # As the rules choose for one CPU, so that plans for other devices compare.
+    config = config.settled(sizes.graph)
+    return Plan(config, sizes, clustered(devices, hosts, **(links or {})), layout, reserve)
 
 
-def freebase(**keys: Any) -> Workload:
+def freebase(devices: str, **keys: Any) -> Plan:
     """Freebase86M in sizes, with Adam."""
-    keys = {"train__optimizer": "adam", **keys}
-    return workload(86_000_000, 14_824, 338_586_276, 0.7, **keys)
+    return plan_of(devices, *FREEBASE, 0.7, **{"train__optimizer": "adam", **keys})
 
 
-def planned(
-    work: Workload,
-    devices: str,
-    hosts: int = 1,
-    within: float | None = None,
-    between: float | None = None,
-    **choice: Any,
-) -> TrainingPlan:
-    """A plan for devices such as "8xH100-80GB", perhaps with other links in GB/s."""
-    cluster = clustered(devices, hosts, within_host=within, between_hosts=between)
-    return plan_training(work, cluster, Layout(**choice))
+def stored(config: Config, devices: str = "1xCPU", **options: Any) -> Plan:
+    """The plan of a run on its prepared triples."""
+    sizes = Sizes.of_store(TripleStore.open(config.data.path))
+    return Plan(config, sizes, clustered(devices), **options)
 
 
 def clustered(devices: str, hosts: int = 1, **links: float | None) -> Cluster:
     """Devices with the main memory of their preset; CPUs with 64 GiB."""
-    return parse_devices(devices.replace("xCPU", "xCPU-64GB"), hosts, **links)
+    return parse_devices(devices.replace("xCPU", "xCPU-64GB", not devices.endswith("GB")), hosts,
+                         **links)  # fmt: skip
 
 
 def cached(ratio: float) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_verbs_work_from_python(run, capsys):
     flags = [f"--{name}={value}" for name, value in sizes.items()]
     assert cli.main(["plan", "--devices=2xL4", "--model.dim=32", *flags, "--format=json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(plan))
-    with pytest.raises(TypeError, match=r"plan\(\) has no option format"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'format'"):
         kge_torchrec.plan(devices="2xL4", format="json", **sizes)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from kge_torchrec.config import Config
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
@@ -34,7 +35,7 @@ from kge_torchrec.models.over_all import (
     block_height,
     kept_bytes,
 )
-from kge_torchrec.planning.workload import RankBatch, Workload
+from kge_torchrec.training.assembly import build_objective
 
 # Larger sizes are extrapolated from this one and its half, since some scorers work through a batch
 # piece by piece, which would take seconds to run.
@@ -58,134 +59,161 @@ class Cost:
         return Cost(*(one + factor * (two - one) for one, two in pairs))
 
 
-def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
-    """Return the cost of one rank's batch, without the gradient of the rows that it looks up."""
-    candidates = workload.candidates
+class Costs:
+    """The costs of a scorer and a loss. Each size is counted once.
 
-    def at(chunks: int, triples: int) -> Cost:
-        key = (chunks, triples, *candidates.items(), is_cuda)
-        return _measured(workload, key, is_cuda, lambda: _batch_run(workload, chunks, triples))
-
-    chunks, triples = batch.chunks, batch.triples
-    if not chunks * triples:
-        return Cost()
-    if chunks > 2:  # chunks are independent of each other
-        first_cost, second_cost = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
-        cost = first_cost.extended(second_cost, chunks - 1)
-        return cost if triples <= _LARGEST else Cost().extended(cost, triples / _LARGEST)
-    if triples <= _LARGEST:
-        return at(chunks, triples)
-    half = _LARGEST // 2
-    return at(chunks, half).extended(at(chunks, _LARGEST), (triples - half) / half)
-
-
-def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Cost:
-    """Return the cost of n rows against the queries of a micro-batch, forward and backward.
-
-    ``free`` is the memory of a GPU in bytes beside the table.
-
-    The bytes alive are those of one block of rows, the gradients of all rows, and the scores where
-    these are kept. Softmax computes scores twice where it does not keep them, which adds a third to
-    the three products per score.
+    Args:
+        config: The config, with a value for every null.
+        relations: Number of relations.
     """
-    if not rows:
-        return Cost()
-    queries = workload.of_micro_batch(workload.queries)
-    height = min(rows, block_height(queries, BLOCK_BYTES["cuda" if is_cuda else "cpu"]))
 
-    def at(queries: int) -> Cost:
-        key = ("full", queries, height, is_cuda)
-        return _measured(workload, key, is_cuda, lambda: _block_run(workload, queries, height))
+    def __init__(self, config: Config, relations: int) -> None:
+        self.config = config
+        self._counted: dict[object, Cost] = {}
+        # Costs of every regime are counted on batches of triples.
+        sampled = replace(config, negatives=replace(config.negatives, regime="sampled"))
+        with torch.device("meta"):
+            self.objective = build_objective(sampled, relations)
+        self.objective.precision = torch.float32  # meta has no autocast; float32 is larger
 
-    if is_cuda or queries <= _QUERIES:
-        block = at(queries)
-    else:
-        half = _QUERIES // 2
-        block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
-    kept = 4 * rows * queries <= kept_bytes(free, rows, workload.dim)
-    other_bytes = 4 * (rows - height) * (workload.dim + (queries if kept else 0))
-    twice = not kept and workload.config.loss.name == "softmax"
-    times = rows / height * (4 / 3 if twice else 1)
-    work = (block.flops, block.moved_bytes, block.operations)
-    return Cost(block.peak_bytes + other_bytes, block.largest_bytes, *(times * x for x in work))
+    @property
+    def dense_numbers(self) -> int:
+        """Elements of relations and of the scorer's other parameters."""
+        return sum(parameter.numel() for parameter in self.objective.parameters())
 
+    def of_batch(
+        self, chunks: int, triples: int, candidates: dict[Side, int], is_cuda: bool
+    ) -> Cost:
+        """Return the cost of C chunks of b triples, without the gradient of the looked-up rows.
 
-def _measured(
-    workload: Workload, key: object, is_cuda: bool, prepare: Callable[[], Callable[[], None]]
-) -> Cost:
-    """Return what is counted in the function that ``prepare`` returns, or the memo's value."""
-    if key not in workload.memo:
-        with planning_for("cuda" if is_cuda else "cpu"):
-            run = prepare()
-            with OperationCounter() as counter:
-                run()
-        workload.memo[key] = counter.cost
-    return workload.memo[key]
+        Args:
+            chunks: C.
+            triples: b.
+            candidates: K per side.
+            is_cuda: Whether kernels of GPUs run.
+        """
 
+        def at(chunks: int, triples: int) -> Cost:
+            key = (chunks, triples, *candidates.items(), is_cuda)
+            return self._count(key, is_cuda, lambda: self._batch(chunks, triples, candidates))
 
-def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], None]:
-    """Return a function that runs forward and backward of C chunks of b triples."""
-    objective, candidates = workload.objective, workload.candidates
-    counts = [triples, triples, *candidates.values()]  # per chunk: heads, tails, candidates
-    with torch.device("meta"):
-        known = {
-            side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
-            for side in SIDES
-        }
-        if not workload.config.negatives.masks_candidates:
-            known = dict.fromkeys(SIDES, torch.zeros(0, dtype=torch.bool))
-        rows = torch.zeros(1, objective.scorer.row_dim, requires_grad=True)
-        batch = SimpleNamespace(
-            entities=torch.zeros(chunks * sum(counts), dtype=torch.int64),
-            relation=torch.zeros(chunks, triples, dtype=torch.int64),
-            weight=torch.zeros(chunks, triples),
-            known_head=known["head"],
-            known_tail=known["tail"],
-            sizes=[chunks * count for count in counts],
-            log_expected=torch.zeros(0),
-            bags=None,  # their sums take little of a step
-            deduplicated=True,
-        )
+        if not chunks * triples:
+            return Cost()
+        if chunks > 2:  # chunks are independent of each other
+            first, second = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
+            cost = first.extended(second, chunks - 1)
+            return cost if triples <= _LARGEST else Cost().extended(cost, triples / _LARGEST)
+        if triples <= _LARGEST:
+            return at(chunks, triples)
+        half = _LARGEST // 2
+        return at(chunks, half).extended(at(chunks, _LARGEST), (triples - half) / half)
 
-    def run() -> None:
-        objective(rows, batch).backward()
-        for parameter in objective.parameters():
-            parameter.grad = None
+    def of_all(self, rows: int, queries: int, is_cuda: bool, free: int = 0) -> Cost:
+        """Return the cost of Q queries against all rows of a rank, forward and backward.
 
-    return run
+        The bytes alive are those of one block of rows, the gradients of all rows, and the scores
+        where these are kept. Softmax computes scores twice where it does not keep them, which adds
+        a third to the three products per score.
 
+        Args:
+            rows: Rows of the rank.
+            queries: Q.
+            is_cuda: Whether kernels of GPUs run.
+            free: Bytes of a GPU's memory beside the table.
+        """
+        if not rows:
+            return Cost()
+        height = min(rows, block_height(queries, BLOCK_BYTES["cuda" if is_cuda else "cpu"]))
 
-def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], None]:
-    """Return a function that runs Q queries against m rows, none of which is an answer."""
-    objective = workload.objective
-    scorer = objective.scorer
-    kind = SoftmaxOverAll if workload.config.loss.name == "softmax" else BinaryCrossEntropyOverAll
-    loss = kind(
-        workload.num_entities, getattr(workload.config.loss.loss_options(), "label_smoothing", 0.0)
-    )
-    sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
-    ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
-    counts = [end - start for start, end in pairwise(ends)]
-    with torch.device("meta"):
-        anchors = [torch.zeros(1, count, scorer.row_dim, requires_grad=True) for count in counts]
-        relations = [torch.zeros(1, count, dtype=torch.int64) for count in counts]
-        rows = torch.zeros(height, scorer.row_dim, requires_grad=True)
-        places = torch.zeros(height, dtype=torch.int64)
-    inputs = [rows, *anchors, *(p for p in objective.parameters() if p.requires_grad)]
+        def at(queries: int) -> Cost:
+            key = ("all", queries, height, is_cuda)
+            return self._count(key, is_cuda, lambda: self._block(queries, height))
 
-    def run() -> None:
-        encoded = [scorer.encode(*x) for x in zip(anchors, relations, sides, strict=True)]
-        entities = scorer.entity(rows)[None]
-        compare = scorer.row_comparison.matrix
-        scores = [compare(query, entities, exact=False) for query in encoded]
-        gradients = [x.detach() for x in scores]
-        for x in gradients:
-            _overwrite_by_gradients(loss, x[0])
-        gradients_of = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
-        row_gradients = gradients_of[0].index_select(0, places)  # without those of fetched rows
-        del row_gradients
+        if is_cuda or queries <= _QUERIES:
+            block = at(queries)
+        else:
+            half = _QUERIES // 2
+            block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
+        dim = self.config.model.dim
+        assert dim is not None
+        kept = 4 * rows * queries <= kept_bytes(free, rows, dim)
+        other_bytes = 4 * (rows - height) * (dim + (queries if kept else 0))
+        twice = not kept and self.config.loss.name == "softmax"
+        times = rows / height * (4 / 3 if twice else 1)
+        work = (block.flops, block.moved_bytes, block.operations)
+        return Cost(block.peak_bytes + other_bytes, block.largest_bytes, *(times * x for x in work))
 
-    return run
+    def _count(self, key: object, is_cuda: bool, prepare: Callable[[], Callable[[], None]]) -> Cost:
+        """Return what is counted in the function that ``prepare`` returns."""
+        if key not in self._counted:
+            with planning_for("cuda" if is_cuda else "cpu"):
+                run = prepare()
+                with OperationCounter() as counter:
+                    run()
+            self._counted[key] = counter.cost
+        return self._counted[key]
+
+    def _batch(self, chunks: int, triples: int, candidates: dict[Side, int]) -> Callable[[], None]:
+        """Return a function that runs forward and backward of C chunks of b triples."""
+        objective = self.objective
+        counts = [triples, triples, *candidates.values()]  # per chunk: heads, tails, candidates
+        with torch.device("meta"):
+            known = {
+                side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
+                for side in SIDES
+            }
+            if not self.config.negatives.masks_candidates:
+                known = dict.fromkeys(SIDES, torch.zeros(0, dtype=torch.bool))
+            rows = torch.zeros(1, objective.scorer.row_dim, requires_grad=True)
+            batch = SimpleNamespace(
+                entities=torch.zeros(chunks * sum(counts), dtype=torch.int64),
+                relation=torch.zeros(chunks, triples, dtype=torch.int64),
+                weight=torch.zeros(chunks, triples),
+                known_head=known["head"],
+                known_tail=known["tail"],
+                sizes=[chunks * count for count in counts],
+                log_expected=torch.zeros(0),
+                bags=None,  # their sums take little of a step
+                deduplicated=True,
+            )
+
+        def run() -> None:
+            objective(rows, batch).backward()
+            for parameter in objective.parameters():
+                parameter.grad = None
+
+        return run
+
+    def _block(self, queries: int, height: int) -> Callable[[], None]:
+        """Return a function that runs Q queries against some rows, none of which is an answer."""
+        objective = self.objective
+        scorer = objective.scorer
+        name = self.config.loss.name
+        kind = SoftmaxOverAll if name == "softmax" else BinaryCrossEntropyOverAll
+        loss = kind(height, getattr(self.config.loss.loss_options(), "label_smoothing", 0.0))
+        sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
+        ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
+        counts = [end - start for start, end in pairwise(ends)]
+        with torch.device("meta"):
+            anchors = [torch.zeros(1, n, scorer.row_dim, requires_grad=True) for n in counts]
+            relations = [torch.zeros(1, n, dtype=torch.int64) for n in counts]
+            rows = torch.zeros(height, scorer.row_dim, requires_grad=True)
+            places = torch.zeros(height, dtype=torch.int64)
+        inputs = [rows, *anchors, *(p for p in objective.parameters() if p.requires_grad)]
+
+        def run() -> None:
+            encoded = [scorer.encode(*x) for x in zip(anchors, relations, sides, strict=True)]
+            entities = scorer.entity(rows)[None]
+            compare = scorer.row_comparison.matrix
+            scores = [compare(query, entities, exact=False) for query in encoded]
+            gradients = [x.detach() for x in scores]
+            for x in gradients:
+                _overwrite_by_gradients(loss, x[0])
+            gradients_of = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
+            row_gradients = gradients_of[0].index_select(0, places)  # without those of fetched rows
+            del row_gradients
+
+        return run
 
 
 def _overwrite_by_gradients(loss: OverAll, scores: Tensor) -> None:

@@ -20,13 +20,12 @@ DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hosts hold 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU with its share of a host, or (kind "cpu") a whole host that its ranks share.
+    """One GPU with its share of a host, or (without memory) a CPU host that its ranks share.
 
     Bandwidths are in bytes per second, in one direction.
     """
 
     name: str
-    kind: str  # "cuda" or "cpu"
     memory: int  # bytes of one GPU; 0 for a CPU
     memory_bandwidth: float  # of one GPU, or of a host's main memory
     gather_bandwidth: float  # the same for single rows at random places
@@ -36,12 +35,12 @@ class Device:
     within_host: float  # from one rank to the others on its host
     between_hosts: float  # from one rank to other hosts
     host_memory: int  # bytes of main memory of one host; 0 for this machine's
-    launch: float  # seconds to start one operation
+    launch: float = 7e-6  # seconds to start one operation; a GPU's was measured beside an H200
 
     @property
     def is_cuda(self) -> bool:
         """Whether the device is a GPU."""
-        return self.kind == "cuda"
+        return self.memory > 0
 
 
 _GPUS = {
@@ -52,57 +51,17 @@ _GPUS = {
     "H200-141GB": (139.8, 4800, 67, 989, 64, 450, 50, 2048),
     "B200-180GB": (178.3, 7700, 75, 2250, 64, 900, 50, 2048),
     "L4-24GB": (22.0, 300, 30.3, 121, 32, 32, 3, 192),
-}
+}  # a GPU reaches about two thirds of its bandwidth for single rows of some hundred bytes
+PRESETS = {
+    name: Device(name, int(gib * GIB), speed * GB, speed * GB * 2 / 3, tflops * 1e12, half * 1e12,
+                 link * GB, near * GB, far * GB, int(host * GIB))
+    for name, (gib, speed, tflops, half, link, near, far, host) in _GPUS.items()
+}  # fmt: skip
 # Two cores of a virtual machine, measured for this project. The bandwidth between ranks is that of
 # gloo over the loopback.
-_CPU = Device(
-    name="CPU",
-    kind="cpu",
-    memory=0,
-    memory_bandwidth=32 * GB,
-    gather_bandwidth=4.2 * GB,
-    flops=150e9,
-    flops_16bit=150e9,
-    host_link=32 * GB,
-    within_host=1.5 * GB,
-    between_hosts=1.25 * GB,
-    host_memory=0,
-    launch=1.5e-5,
-)
-
-
-def _gpu(
-    name: str,
-    gib: float,
-    speed: float,
-    tflops: float,
-    tflops_16bit: float,
-    host_link: float,
-    within_host: float,
-    between_hosts: float,
-    host_gib: float,
-) -> Device:
-    """Return a preset from one line of the table above."""
-    return Device(
-        name,
-        "cuda",
-        memory=int(gib * GIB),
-        memory_bandwidth=speed * GB,
-        # A GPU reaches about two thirds of its bandwidth for rows of some hundred bytes.
-        gather_bandwidth=speed * GB * 2 / 3,
-        flops=tflops * 1e12,
-        flops_16bit=tflops_16bit * 1e12,
-        host_link=host_link * GB,
-        within_host=within_host * GB,
-        between_hosts=between_hosts * GB,
-        host_memory=int(host_gib * GIB),
-        launch=7e-6,  # measured beside an H200
-    )
-
-
-PRESETS = {name: _gpu(name, *row) for name, row in _GPUS.items()} | {_CPU.name: _CPU}
+PRESETS["CPU"] = Device("CPU", 0, 32 * GB, 4.2 * GB, 150e9, 150e9, 32 * GB, 1.5 * GB, 1.25 * GB, 0,
+                        launch=1.5e-5)  # fmt: skip
 # FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
-_OLDEST_CAPABILITY = "8.0"
 _TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 
@@ -121,6 +80,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, value in (("devices", self.world_size), ("hosts", self.hosts)):
+            if type(value) is not int:
+                raise ConfigError(f"--{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ConfigError(f"--{name}: there must be at least one, got {value}")
         if self.world_size % self.hosts:
@@ -130,13 +91,22 @@ class Cluster:
             )
 
     @property
-    def local_world_size(self) -> int:
+    def per_host(self) -> int:
         """Number of ranks on one host."""
         return self.world_size // self.hosts
 
-    def host_of(self, rank: int) -> int:
-        """Return the host of a rank. Ranks are numbered host by host, as torchrun does."""
-        return rank // self.local_world_size
+    @property
+    def larger(self) -> list[Cluster]:
+        """Clusters of the same devices in growing numbers, on as few hosts as hold them.
+
+        The ranks of a CPU host share its memory, so only more hosts help.
+        """
+        per_host = max(self.per_host, DEVICES_PER_HOST) if self.device.is_cuda else self.per_host
+        counts = range(self.world_size + 1, max(2 * self.world_size, 1024) + 1)
+        if not self.device.is_cuda:
+            counts = range(self.world_size + per_host, counts.stop, per_host)
+        hosts = {count: -(-count // per_host) for count in counts}
+        return [Cluster(self.device, n, h) for n, h in hosts.items() if n % h == 0]
 
     def __str__(self) -> str:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
@@ -165,23 +135,25 @@ def parse_devices(
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not match:
         raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
-    given = {
-        "host-memory": host_gib, "within-host": within_host, "between-hosts": between_hosts
-    }  # fmt: skip
-    for option, value in given.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{option} must be a number above 0, got {value:g}")
-    count = 1 if match[1] is None else int(match[1])
+    options = {"host_memory": host_gib, "within_host": within_host, "between_hosts": between_hosts}
+    for name, value in options.items():
+        if value is not None and not (is_number(value) and 0 < value < float("inf")):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} must be a number above 0, got {value}")
     device = _find(match[2])
-    if host_gib is not None:
-        device = replace(device, host_memory=int(host_gib * GIB))
-    elif not device.host_memory:
-        device = replace(device, host_memory=host_memory())
+    if host_gib is not None or not device.host_memory:
+        size = host_memory() if host_gib is None else int(host_gib * GIB)
+        device = replace(device, host_memory=size)
     if within_host is not None:
         device = replace(device, within_host=within_host * GB)
     if between_hosts is not None:
         device = replace(device, between_hosts=between_hosts * GB)
-    return Cluster(device, count, hosts)
+    return Cluster(device, int(match[1] or 1), hosts)
+
+
+def is_number(value: object) -> bool:
+    """Return whether an option of the Python function is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _find(name: str) -> Device:
@@ -189,33 +161,28 @@ def _find(name: str) -> Device:
 
     GPU-96GB is any card of this memory, with the speeds of the preset that is nearest in memory.
     """
-    if sized := re.fullmatch(r"(?i)(cpu|gpu)-(\d+(?:\.\d+)?)(?:GB|GiB)?", name):
+    wanted = re.sub("gi?b$", "", name.lower())
+    if sized := re.fullmatch(r"(cpu|gpu)-(\d+(?:\.\d+)?)", wanted):
         memory = int(float(sized[2]) * GIB)
-        if sized[1].lower() == "cpu":
-            return replace(_CPU, name=name, host_memory=memory)
+        if sized[1] == "cpu":
+            return replace(PRESETS["CPU"], name=name, host_memory=memory)
         gpus = (device for device in PRESETS.values() if device.is_cuda)
         near = min(gpus, key=lambda device: abs(device.memory - memory))
         return replace(near, name=name, memory=memory)
-    plain = {_plain(known_name): device for known_name, device in PRESETS.items()}
-    if _plain(name) in plain:
-        return plain[_plain(name)]
-    same = [device for key, device in plain.items() if key.split("-")[0] == _plain(name)]
-    if len(same) == 1:
-        return same[0]
-    if same:
+    plain = {key.lower().removesuffix("gb"): device for key, device in PRESETS.items()}
+    found = [device for key, device in plain.items() if wanted in (key, key.split("-")[0])]
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise ConfigError(
-            f"--devices: {name} may be {' or '.join(d.name for d in same)}; say which"
+            f"--devices: {name} may be {' or '.join(d.name for d in found)}; say which"
         )
     there_are = f"{', '.join(PRESETS)}, and any other GPU by its memory, such as GPU-96GB"
-    if capability := _TOO_OLD.get(_plain(name).split("-")[0]):
+    if capability := _TOO_OLD.get(wanted.split("-")[0]):
         raise ConfigError(
-            f"--devices: FBGEMM's wheels need compute capability {_OLDEST_CAPABILITY} or more; "
-            f"{name} has {capability}. There are {there_are}"
+            f"--devices: FBGEMM's wheels need compute capability 8.0 or more; {name} has "
+            f"{capability}. There are {there_are}"
         )
-    close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.5)
     hint = f"; did you mean {plain[close[0]].name}?" if close else ""
     raise ConfigError(f"--devices: no device {name!r}; there are {there_are}{hint}")
-
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix("gib").removesuffix("gb")

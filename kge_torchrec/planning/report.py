@@ -1,7 +1,4 @@
-"""The report of a plan: layout, memory, traffic, time and advice, as text or as plain values.
-
-``plan --format json`` prints the plain values. Bytes are integers, times seconds.
-"""
+"""A plan as text, and as plain values for ``plan --format json``: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -9,127 +6,185 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kge_torchrec.embeddings.torchrec.planner import amount, ranks_text, runs
-from kge_torchrec.planning.advice import Advice
-from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.plan import TrainingPlan, disk_use, table_sizes
-from kge_torchrec.planning.step import KINDS, Traffic
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import Facts
+from kge_torchrec.config.parser import AnyConfig, as_config
+from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, amount
+from kge_torchrec.planning.advice import Advice, advise
+from kge_torchrec.planning.devices import GB, parse_devices
+from kge_torchrec.planning.plan import Plan
+from kge_torchrec.planning.rank import TABLE_PARTS
+from kge_torchrec.planning.sizes import find_sizes
+from kge_torchrec.planning.step import seconds_of_types
+from kge_torchrec.training.run_data import check_start
 
 Rows = list[list[str]]
+WHY_ROWS = (
+    "Training takes row_wise: every rank holds and updates an equal part of the rows, whatever the "
+    "dim and the number of tables; table_wise and column_wise load few ranks with all lookups, and "
+    "data_parallel needs the whole table and its gradient on every rank."
+)
+# What a plan says about the resource that decides how long a step takes.
+_BOUNDS = {
+    "host": "launch-bound: starting operations takes longest; a larger train.batch_size or "
+    "dense.compile starts fewer per triple",
+    "loader": "loader-bound: making batches takes longest; train.batches device makes them on a "
+    "GPU, and --threads adds makers",
+    "device": "memory-bound: the work on rows and scores takes longest; a smaller model.dim or "
+    "negatives.count moves fewer bytes, as does train.precision bf16",
+    "links": "link-bound: sending between ranks takes longest; a larger train.batch_size sends a "
+    "row for more triples, and fewer hosts send less",
+}
 
 
-def report(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> str:
-    """Return the plan as text: layout, memory, traffic, time, and what makes it fit."""
-    sends = plan.cluster.world_size > 1
+def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str, Any]:
+    """Plan a run without GPUs, processes or data; return what ``plan --format json`` prints.
+
+    Args:
+        config: As for ``train``.
+        devices: All devices, such as "8xH100-80GB".
+        options: Other arguments of ``make_plan``, such as ``hosts=2, entities=86_000_000,
+            relations=14_824, triples="339M"``. Sizes that are left out come from the config's data.
+
+    Raises:
+        ConfigError: The run, the devices and the layout do not go together, or a key or an option
+            has no effect.
+        TypeError: There is no such option.
+        DataError: The data is bad.
+        OSError: The data cannot be read.
+    """
+    config = as_config(config)
+    check_start(config, Facts())
+    made = make_plan(config, devices, **options)
+    return plan_content(made, [] if made.fits else advise(made))
+
+
+def make_plan(
+    config: Config,
+    devices: str,
+    hosts: int = 1,
+    host_memory: float | None = None,
+    within_host: float | None = None,
+    between_hosts: float | None = None,
+    entities: int | str | None = None,
+    relations: int | str | None = None,
+    triples: int | str | None = None,
+    skew: float | None = None,
+    sharding: str = "row_wise",
+    reserve: float = 0.05,
+) -> Plan:
+    """Return the plan that the options of the verb ``plan`` mean; all of them are checked."""
+    cluster = parse_devices(devices, hosts, host_memory, within_host, between_hosts)
+    sizes = find_sizes(config, entities, relations, triples, skew)
+    return Plan.of(config, sizes, cluster, layout=sharding, reserve=reserve)
+
+
+def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
+    """Return the plan as text: memory, traffic, time, and what makes it fit."""
     blocks = [
         _head(plan),
         table(_memory(plan)),
-        *([table(_tables(plan))] if plan.workload.types else []),
+        table(_types(plan)) if len(plan.types) > 1 else "",
         "\n".join([*_limits(plan), *_disk(plan)]),
-        table(_traffic(plan)) if sends else "one device sends nothing",
-        "\n".join(_duplicates(plan)),
+        table(_traffic(plan)) if plan.cluster.world_size > 1 else "one device sends nothing",
+        "\n".join(_lookups(plan)),
         "\n".join(_times(plan)),
     ]
     if not plan.fits:
-        blocks += _beside_the_table(plan)
+        blocks.append("\n".join(_beside_the_table(plan)))
         lines = [f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice]
         blocks.append("\n".join(["What would make it fit:", *lines]))
-    if plan.notes:
-        blocks.append("\n".join(f"note: {note}" for note in plan.notes))
-    return "\n\n".join(blocks)
+    blocks.append("\n".join(f"note: {note}" for note in notes(plan)))
+    return "\n\n".join(filter(None, blocks))
 
 
-def comparison(plans: Sequence[TrainingPlan]) -> str:
-    """Return a table of layouts, one line each, in the order given."""
-    is_cuda = plans[0].is_cuda
-    rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "modelled step",
-             "largest part"]]  # fmt: skip
-    for plan in plans:
-        host = max(plan.limits_of("main"), key=lambda x: x.need)
-        rows.append(
-            [
-                plan.layout_in_words,
-                "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over",
-                amount(plan.total(plan.fullest).device),
-                amount(host.need),
-                seconds(plan.step_seconds),
-                plan.largest_time,
-            ]
-        )
-    return table(rows if is_cuda else [[*row[:2], *row[3:]] for row in rows])
-
-
-def _head(plan: TrainingPlan) -> str:
-    workload, model = plan.workload, plan.workload.config.model
-    examples = workload.config.negatives.examples
+def _head(plan: Plan) -> str:
+    config, sizes = plan.config, plan.sizes
+    examples = config.negatives.examples
     unit = "" if examples == "triples" else f" {examples}"
-    optimizers = ", ".join(dict.fromkeys(form.optimizer for *_, form in plan.forms))
+    features = f" and {sizes.num_features:,} features" if sizes.num_features else ""
+    optimizers = ", ".join(dict.fromkeys(form.optimizer for form in plan.forms))
     return (
-        f"{workload.rows_in_words} x {workload.dim} ("
-        f"{optimizers}), {model.scorer} with {workload.num_relations:,} relations, "
-        f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{unit}\n"
-        f"{plan.cluster}: {plan.layout_in_words}\n"
+        f"{sizes.entities:,} entities{features} x {plan.dim} ({optimizers}), "
+        f"{config.model.scorer} with {sizes.relations:,} relations, {sizes.triples:,} triples in "
+        f"batches of {plan.batch_size:,}{unit}\n"
+        f"{plan.cluster}: {plan.in_words}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
     )
 
 
-def _memory(plan: TrainingPlan) -> Rows:
-    held: list[tuple[tuple[int, int], ...]] = [()] * plan.cluster.world_size
-    for shard in plan.shards:
-        held[shard.rank] += ((shard.rows, shard.columns),)
-    groups = [  # (first, last, fullest) of neighboring ranks whose shards have the same size
-        (first, last, max(range(first, last + 1), key=plan.need)) for first, last, _ in runs(held)
-    ]
-    shown = groups if len(groups) <= 8 else [*groups[:4], *groups[-3:]]
-    ranks = [fullest for _, _, fullest in shown]
-    shards_by_rank = [[s for s in plan.shards if s.rank == rank] for rank in ranks]
-    rows = [["", *(ranks_text(first, last) for first, last, _ in shown)]]
-    rows.append(["rows", *(f"{sum(s.rows for s in shards):,}" for shards in shards_by_rank)])
-    columns = [", ".join(str(c) for c in sorted({s.columns for s in x})) for x in shards_by_rank]
-    rows.append(["columns", *columns])
-    for place in ("device", "main") if plan.is_cuda else ("main",):
-        rows.append([f"{place} memory", *[""] * len(ranks)])
-        for part in PARTS:
-            sizes = [getattr(plan.memory[rank][part], place) for rank in ranks]
-            if any(sizes):
-                rows.append([f"  {part}", *(amount(size) for size in sizes)])
-        totals = [getattr(plan.total(rank), place) for rank in ranks]
-        rows.append(["  total", *(amount(total) for total in totals)])
+def _memory(plan: Plan) -> Rows:
+    places = ("device", "main") if plan.is_cuda else ("main",)
+    rows = [["a rank", *(f"{place} memory" for place in places)]]
+    rows.append([f"{len(plan.block):,} rows x {plan.columns}", *[""] * len(places)])
+    for part, size in [*plan.memory.items(), ("total", plan.total)]:
+        sizes = [getattr(size, place) for place in places]
+        if any(sizes):
+            rows.append([f"  {part}", *(amount(x) if x else "" for x in sizes)])
     return rows
 
 
-def _tables(plan: TrainingPlan) -> Rows:
-    rows = [["table", "rows", "optimizer", "all ranks", "fullest rank", "lookups per step",
-             "different", "sent", "time"]]  # fmt: skip
-    for own in table_sizes(plan):
-        sizes, numbers = own["bytes"], [f"{number:,.0f}" for number in own["rows"].values()]
-        rows.append(
-            [own["type"], f"{own['entities']:,}", own["optimizer"], amount(sum(sizes)),
-             amount(max(sizes)), *numbers, seconds(own["seconds"])]
-        )  # fmt: skip
-    return rows
+def type_sizes(plan: Plan) -> list[dict[str, Any]]:
+    """Return what each node type's rows take; [] without types.
 
-
-def _limits(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the fullest memory of each kind against its capacity, and by how much it is over."""
-    for limits in (plan.limits_of("device"), plan.limits_of("main")):
-        if not limits:
-            continue
-        fullest = max(limits, key=lambda limit: limit.need)
-        share = fullest.need / fullest.usable if fullest.usable else float("inf")
-        over = sum(limit.over > 0 for limit in limits)
-        excess = f": {amount(fullest.over)} too much" if over else ""
-        others = f"; {over} such memories are too small" if over > 1 else ""
-        yield (
-            f"{fullest.place}: {amount(fullest.need)} of {amount(fullest.usable)} usable "
-            f"({share:.0%}; {amount(fullest.capacity)} less {plan.layout.reserve:.0%} left free)"
-            f"{excess}{others}"
+    "bytes" and "seconds" (lookups and optimizer) are of a rank, "rows" of a step on all ranks.
+    """
+    if len(plan.types) == 1:
+        return []
+    ranks, sampled = plan.cluster.world_size, not plan.is_full
+    totals = plan.rows_of_types(range(plan.sizes.rows))
+    own = plan.rows_of_types(plan.block)
+    lookup, optimizer = seconds_of_types(plan)
+    results = []
+    for i, kind in enumerate(plan.types):
+        only = own * [i == j for j in range(len(own))]
+        places, distinct, wanted = (
+            float(ranks * x[i]) if sampled else 0.0
+            for x in (
+                plan.micro_batches * plan.batch.lookups,
+                plan.micro_batches * plan.batch.distinct,
+                plan.wanted,
+            )
         )
+        rows = {"with_duplicates": places, "deduplicated": distinct}
+        results.append(
+            {
+                "type": kind,
+                "entities": int(totals[i]),
+                "optimizer": plan.forms[i].optimizer,
+                "bytes": plan.table_bytes(only),
+                "rows": {**rows, "sent": wanted * (1 - 1 / ranks)},
+                "seconds": lookup[i] + optimizer[i],
+            }
+        )
+    return results
 
 
-def _disk(plan: TrainingPlan) -> Iterator[str]:
+def _types(plan: Plan) -> Rows:
+    rows = [["table", "rows", "optimizer", "on a rank", "lookups per step", "different", "sent",
+             "time"]]  # fmt: skip
+    for own in type_sizes(plan):
+        numbers = [f"{number:,.0f}" for number in own["rows"].values()]
+        rows.append([own["type"], f"{own['entities']:,}", own["optimizer"], amount(own["bytes"]),
+                     *numbers, seconds(own["seconds"])])  # fmt: skip
+    return rows
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    """Yield each memory against its capacity, and by how much it is over."""
+    for limit in plan.limits:
+        share = limit.need / limit.usable if limit.usable else float("inf")
+        excess = f": {amount(limit.over)} too much" if limit.over > 0 else ""
+        yield (
+            f"{limit.place}: {amount(limit.need)} of {amount(limit.usable)} usable ({share:.0%}; "
+            f"{amount(limit.capacity)} less {plan.reserve:.0%} left free){excess}"
+        )
+    yield f"a checkpoint: {amount(plan.checkpoint_bytes)} on disk"
+
+
+def _disk(plan: Plan) -> Iterator[str]:
     """Yield what lies on disk, and how fast a disk keeps up with training."""
-    use = disk_use(plan)
+    use = plan.disk
     if use is None:
         return
     yield (
@@ -150,84 +205,168 @@ def _disk(plan: TrainingPlan) -> Iterator[str]:
         )
 
 
-def _traffic(plan: TrainingPlan) -> Rows:
-    steps = plan.workload.steps_per_epoch
-    rows = [["sent by all ranks", "per step", "to other hosts", "per epoch", "to other hosts"]]
-    for kind in (*KINDS, None):
-        within, between = plan.traffic.total(kind)
-        if within + between or kind is None:
-            sums = [within + between, between]
-            sums += [size * steps for size in sums]
-            rows.append([kind or "all", *(amount(size) for size in sums)])
+def _traffic(plan: Plan) -> Rows:
+    steps = plan.steps_per_epoch
+    rows = [["sent by a rank", "per step", "to other hosts", "per epoch", "to other hosts"]]
+    whole = tuple(sum(x) for x in zip(*plan.sent.values(), strict=True))
+    for kind, (within, between) in [*plan.sent.items(), ("all", whole)]:
+        sizes = [within + between, between]
+        rows.append([kind, *(amount(size) for size in [*sizes, *(x * steps for x in sizes)])])
     return rows
 
 
-def _duplicates(plan: TrainingPlan) -> Iterator[str]:
-    lookups, distinct = plan.lookups, plan.distinct
-    if not lookups:
+def _lookups(plan: Plan) -> Iterator[str]:
+    if plan.is_full:
         yield "every rank scores its own rows for all queries of a step: nothing is looked up"
         return
-    rows = "entities and features" if plan.workload.num_features else "entities"
+    rows = "entities and features" if plan.sizes.num_features else "entities"
+    count = plan.cluster.world_size * plan.micro_batches
+    lookups, distinct = (count * float(x.sum()) for x in (plan.batch.lookups, plan.batch.distinct))
     yield (
-        f"a step looks up {lookups:,} {rows}, {distinct:,.0f} different ones on their ranks: "
+        f"a step looks up {lookups:,.0f} {rows}, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
-    rank, times = plan.busiest
+    rank, times = plan.imbalance
     if times >= 1.05:
         yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
     sent, without = (
-        sum(sum(traffic.total(kind)) for kind in ("ids", "rows", "gradients"))
-        for traffic in (plan.traffic, plan.with_duplicates)
+        sum(sum(sizes) for kind, sizes in by_kind.items() if kind != "dense")
+        for by_kind in (plan.sent, plan.sent_with_duplicates)
     )
     if without:
         yield (
-            f"a step sends {amount(sent)} of ids, rows and gradients; with duplicates it would "
-            f"send {amount(without)}"
+            f"a rank sends {amount(sent)} of ids, rows and gradients in a step; with duplicates it "
+            f"would send {amount(without)}"
         )
 
 
-# What a plan says about the resource that decides how long a step takes.
-_BOUNDS = {
-    "host": "launch-bound: starting operations takes longest; a larger train.batch_size or "
-    "dense.compile starts fewer per triple",
-    "loader": "loader-bound: making batches takes longest; train.batches device makes them on a "
-    "GPU, and --threads adds makers",
-    "device": "memory-bound: the work on rows and scores takes longest; a smaller model.dim or "
-    "negatives.count moves fewer bytes, as does train.precision bf16",
-    "links": "link-bound: sending between ranks takes longest; a larger train.batch_size sends a "
-    "row for more triples, and fewer hosts send less",
-}
-
-
-def _times(plan: TrainingPlan) -> Iterator[str]:
-    total, examples = plan.step_seconds, plan.workload.config.negatives.examples
-    epoch = total * plan.workload.steps_per_epoch
+def _times(plan: Plan) -> Iterator[str]:
+    examples, epochs = plan.config.negatives.examples, plan.config.train.epochs
     yield (
-        f"a step would take {seconds(total)}, an epoch {seconds(epoch)} "
-        f"({plan.examples_per_second:,.0f} {examples}/s): a model, not a measurement"
+        f"a step would take {seconds(plan.step_seconds)} ({plan.examples_per_second:,.0f} "
+        f"{examples}/s), an epoch {seconds(plan.epoch_seconds)}, all {epochs:,} "
+        f"{seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a measurement"
     )
     yield f"  {_BOUNDS[plan.bound]}"
-    for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
-        if time >= 0.005 * total:
-            yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
+    shares = percentages(plan.decisive)
+    for part, share in sorted(shares.items(), key=lambda item: -plan.decisive[item[0]]):
+        yield f"  {part:<22} {seconds(plan.seconds[part]):>9}  {share:3d}%"
+    hidden = {part: time for part, time in plan.seconds.items() if part not in plan.decisive}
+    if hidden:
+        listed = ", ".join(f"{part} {seconds(time)}" for part, time in hidden.items())
+        yield f"  at the same time: {listed}"
+    if plan.cluster.world_size > 1 or plan.is_cuda:
+        device = plan.cluster.device
+        links = {
+            "to ranks of the host": device.within_host if plan.cluster.per_host > 1 else 0,
+            "to other hosts": device.between_hosts if plan.cluster.hosts > 1 else 0,
+            "to main memory": device.host_link if plan.is_cuda else 0,
+        }
+        listed = ", ".join(f"{speed / GB:g} GB/s {to}" for to, speed in links.items() if speed)
+        yield f"  links are assumed to have {listed}"
 
 
-def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
+def percentages(values: dict[str, float]) -> dict[str, int]:
+    """Return the shares of values in whole percents that add up to 100."""
+    whole = sum(values.values())
+    exact = {name: 100 * value / whole for name, value in values.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    largest = sorted(exact, key=lambda name: shares[name] - exact[name])
+    for name in largest[: 100 - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+def _beside_the_table(plan: Plan) -> Iterator[str]:
     """Yield what fills a rank on which there is no room for a single row."""
-    usable = plan.limits_of(plan.place)[0].usable
-    usable //= 1 if plan.is_cuda else plan.cluster.local_world_size
+    usable = plan.limits[0].usable // (1 if plan.is_cuda else plan.cluster.per_host)
     parts = {
         part: getattr(size, plan.place)
-        for part, size in plan.memory[plan.fullest].items()
+        for part, size in plan.memory.items()
         if part not in TABLE_PARTS
     }
     if sum(parts.values()) > usable:
         largest = sorted(parts, key=lambda part: -parts[part])[:3]
         listed = ", ".join(f"{part} {amount(parts[part])}" for part in largest if parts[part])
         yield (
-            f"rank {plan.fullest} needs {amount(sum(parts.values()))} before it holds a row of the "
-            f"table ({listed}): no layout of the table helps"
+            f"a rank needs {amount(sum(parts.values()))} before it holds a row of the table "
+            f"({listed}): no layout of the table helps"
         )
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield what the plan leaves open."""
+    config, regime = plan.config, plan.config.negatives.regime
+    if plan.layout != "row_wise":
+        yield f"{plan.layout} is planned only: training splits the table by rows"
+    if config.entities.cache_ratio and plan.layout != "data_parallel":
+        yield f"no GPU has run {plan.forms[0].kernel} yet: its times are of the model only"
+    if regime == "kvssample":
+        most = config.negatives.max_answers
+        limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
+        yield (
+            "negatives.regime kvssample: activations, traffic and time assume one answer per "
+            f"query; a query may have {limit}, of {4 * plan.dim:,} bytes per row"
+        )
+    if regime in ("kvsall", "kvssample"):
+        yield (
+            f"negatives.regime {regime}: an epoch has at most {plan.examples:,} queries; queries "
+            "that several triples share occur once"
+        )
+    if len(plan.types) > 1 and not plan.is_full and plan.sizes.run is None:
+        yield (
+            "rows of a table are looked up in proportion to their number, since only data say how "
+            "often a type occurs: plan with data.path and without --entities and --skew"
+        )
+    if config.train.computes_in_16_bits:
+        yield f"activations are counted in float32; {config.train.precision} needs less"
+    saved = [plan.memory[part] for part in ("weights", "optimizer state", "average")
+             if part in plan.memory]  # fmt: skip
+    copied = plan.cluster.per_host * sum(size.device + size.main for size in saved)
+    by_rows = plan.layout == "row_wise" and plan.parts is None
+    if by_rows and copied >= 1 << 30 and config.checkpoint.options.background:
+        yield (
+            f"a checkpoint takes up to {copied / 2**30:,.1f} GiB more main memory per host while "
+            "training continues; where that is not free, training waits "
+            "(checkpoint.options.background)"
+        )
+
+
+def all_layouts(plan: Plan) -> list[Plan]:
+    """Return a plan for every layout that the run and the devices allow.
+
+    Those that fit come first, the fastest of them first.
+    """
+    plans = []
+    for layout in SHARDINGS:
+        try:
+            plans.append(plan.changed({}, layout=layout))
+        except ConfigError:  # such as columns against all entities
+            continue
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))
+
+
+def side_by_side(plans: Sequence[Plan]) -> str:
+    """Return a table of layouts, one line each, and why training takes rows."""
+    rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "sent, busiest rank",
+             "modelled step", "largest part"]]  # fmt: skip
+    for plan in plans:
+        limits, busiest = plan.limits, plan.imbalance[1]
+        sent = sum(sum(x) * (busiest if kind != "dense" else 1) for kind, x in plan.sent.items())
+        rows.append(
+            [
+                plan.in_words,
+                "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over",
+                amount(plan.total.device),
+                amount(limits[-1].need),
+                amount(sent),
+                seconds(plan.step_seconds),
+                max(plan.decisive, key=lambda part: plan.decisive[part]),
+            ]
+        )
+    if not plans[0].is_cuda:
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    return f"{table(rows)}\n\n{WHY_ROWS}"
 
 
 def seconds(value: float) -> str:
@@ -248,71 +387,80 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def plan_content(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
+def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
     """Return everything that a plan says, as plain values."""
-    workload, cluster, layout = plan.workload, plan.cluster, plan.layout
+    config, sizes, cluster = plan.config, plan.sizes, plan.cluster
+    places = ("device", "main")
+    ways = ("within_hosts", "between_hosts")
+    counted = {} if plan.is_full else {
+        name: float(plan.micro_batches * rows.sum())
+        for name, rows in (("deduplicated", plan.batch.distinct),
+                           ("with_duplicates", plan.batch.lookups))
+    }  # fmt: skip
     return {
         "table": {
-            "entities": workload.num_entities - workload.num_features,
-            "features": workload.num_features,
-            "dim": workload.dim,
-            "optimizer": workload.optimizer,
+            "entities": sizes.entities,
+            "features": sizes.num_features,
+            "dim": plan.dim,
+            "optimizer": config.train.optimizer,
         },
-        "tables": table_sizes(plan),
-        "disk": disk_use(plan),
+        "tables": type_sizes(plan),
+        "disk": plan.disk,
         "world": {
             "size": cluster.world_size,
             "hosts": cluster.hosts,
             "device": asdict(cluster.device),
-            "reserve": layout.reserve,
+            "reserve": plan.reserve,
         },
         "sharding": {
-            "type": layout.sharding,
-            "kernel": plan.form.kernel,
-            "cache_ratio": plan.form.cache_ratio,
-            "shards": [asdict(shard) for shard in plan.shards],
+            "type": plan.layout,
+            "kernel": plan.forms[0].kernel,
+            "cache_ratio": plan.forms[0].cache_ratio,
+            "rows": len(plan.block),
+            "columns": plan.columns,
         },
         "run": {
-            "relations": workload.num_relations,
-            "triples": workload.num_triples,
-            "batch_size": workload.batch_size,
-            "scorer": workload.config.model.scorer,
-            "dense_parameters": workload.dense_parameters,
-            "config": workload.config.to_dict(),
+            "relations": sizes.relations,
+            "triples": sizes.triples,
+            "batch_size": plan.batch_size,
+            "scorer": config.model.scorer,
+            "dense_parameters": plan.costs.dense_numbers,
+            "config": config.to_dict(),
         },
         "fits": plan.fits,
-        "memory": [
-            {
-                "rank": rank,
-                "host": cluster.host_of(rank),
-                "device": {part: size.device for part, size in parts.items() if size.device},
-                "main": {part: size.main for part, size in parts.items() if size.main},
-                "total": asdict(plan.total(rank)),
-            }
-            for rank, parts in enumerate(plan.memory)
-        ],
+        "memory": {
+            "what": "bytes of the rank with the most rows",
+            **{
+                place: {
+                    part: size
+                    for part, sizes_of_part in plan.memory.items()
+                    if (size := getattr(sizes_of_part, place))
+                }
+                for place in places
+            },
+            "total": asdict(plan.total),
+        },
         "limits": [{**asdict(limit), "over": max(0, limit.over)} for limit in plan.limits],
+        "checkpoint_bytes": plan.checkpoint_bytes,
         "traffic": {
-            "unit": "bytes sent in a step by all ranks",
-            "steps_per_epoch": workload.steps_per_epoch,
-            "lookups": {"deduplicated": plan.distinct, "with_duplicates": plan.lookups},
-            "sent": _sent(plan.traffic),
-            "with_duplicates": _sent(plan.with_duplicates),
+            "unit": "bytes sent in a step by a rank",
+            "steps_per_epoch": plan.steps_per_epoch,
+            "lookups": counted,
+            "sent": {kind: dict(zip(ways, x, strict=True)) for kind, x in plan.sent.items()},
+            "with_duplicates": {} if plan.is_full else {
+                kind: dict(zip(ways, x, strict=True))
+                for kind, x in plan.sent_with_duplicates.items()
+            },
         },
         "step": {
             "what": "a model from bytes, operations and the device's speeds, not a measurement",
             "seconds": plan.step_seconds,
-            "parts": plan.times,
-            "largest": plan.largest_time,
-            "busy": plan.busy,
+            "parts": plan.seconds,
+            "decisive": list(plan.decisive),
             "bound": plan.bound,
         },
+        "epoch_seconds": plan.epoch_seconds,
+        "training_seconds": config.train.epochs * plan.epoch_seconds,
         "advice": [asdict(item) for item in advice],
-        "notes": plan.notes,
-    }
-
-
-def _sent(traffic: Traffic) -> dict[str, dict[str, float]]:
-    names = ("within_hosts", "between_hosts")
-    sums = {kind: traffic.total(kind) for kind in KINDS} | {"all": traffic.total()}
-    return {kind: dict(zip(names, both, strict=True)) for kind, both in sums.items()}
+        "notes": [*notes(plan)],
+    }  # fmt: skip

@@ -18,10 +18,8 @@ from gpu_checks.timing import synchronize
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.planning.devices import PRESETS, Cluster
-from kge_torchrec.planning.frequency import EntityFrequency
-from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.plan import Plan
+from kge_torchrec.planning.sizes import Sizes
 from kge_torchrec.ranking.ranks import rank_triples
 from kge_torchrec.training.assembly import build_backend
 from kge_torchrec.training.checkpoints import Checkpoints
@@ -54,16 +52,14 @@ def _train(report: Report, optimizer: str, bytes_of_row: int) -> None:
 def against_plan(report: Report, config, store, batches: tuple[int, ...], allocated: float):
     """Compare planned memory, which must agree, and modeled steps with measured ones."""
     device = preset_of(report.device) or PRESETS["H200-141GB"]
-    entities, triples = store.num_entities, len(store.train)
-    popularity = EntityFrequency.zipf(entities, 0.0)
-    work = Workload(config, entities, RELATIONS, triples, popularity)
+    sizes = Sizes.of_counts(store.num_entities, RELATIONS, len(store.train), skew=0.0)
+    base = Plan.of(config, sizes, Cluster(device, 1))
     for batch in batches:
-        of_batch = work.with_settings({"train.batch_size": batch})
-        plan = plan_training(of_batch, Cluster(device, 1), Layout())
+        plan = base.changed({"train.batch_size": batch})
         name = f"batch {batch:,}, a step as planned for {device.name}"
         report.note(name, 1e3 * plan.step_seconds, "ms")
-    (parts,) = plan.memory  # for the largest batch
-    planned = sum(size.device for name, size in parts.items() if name != "process")
+    # For the largest batch.
+    planned = plan.total.device - plan.memory["process"].device
     report.note("memory that was planned, without the process", planned / 2**30, "GiB")
     if allocated:
         report.note("memory that torch had allocated at most", allocated / 2**30, "GiB")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from planned_runs import planned, workload
+from planned_runs import plan_of, stored
 from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples
 from worlds import run_world
 
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.step import ETHERNET_EFFICIENCY, LATENCY
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.step import ETHERNET_SHARE, LATENCY
 from kge_torchrec.training.assembly import build_batches
 
 STEPS = 15
@@ -33,7 +31,7 @@ def sent(config) -> dict:
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
         engine = build_backend(config, store, ranks)
-        pipeline = build_pipeline(config, engine, ranks)
+        pipeline = build_pipeline(config, engine, ranks, Features.of(store))
         stream = build_batches(config, store, ranks).epoch(0)
         for _ in range(4):  # DDP sorts its buckets in the first steps
             pipeline.progress(stream)
@@ -91,118 +89,146 @@ def test_features_are_looked_up_as_planned(tmp_path):
     check_sizes(tmp_path / "s", 2, keys)
     store = TripleStore.open(tmp_path / "s")
     config = config_of(store.path, train__batch_size=64, **keys)
-    plan = plan_training(Workload.of_store(config, store), parse_devices("1xCPU"), Layout())
-    on_gpu = plan_training(Workload.of_store(config, store), parse_devices("1xH100"), Layout())
+    plan, on_gpu = stored(config), stored(config, "1xH100")
     table = store.features()
-    assert on_gpu.memory[0]["triples"].device == (
+    assert on_gpu.memory["triples"].device == (
         12 * len(store.train) + 9 * store.num_entities + 12 * len(table[2])
     )
     with processes("cpu") as ranks:
         batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
     looked_up = np.mean([len(b.ids.values()) for b in batches])
-    assert looked_up == pytest.approx(plan.distinct, rel=0.03)
-    (((batch,),),) = [plan.batches]
-    assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(batch.pairs, rel=0.05)
+    assert looked_up == pytest.approx(plan.batch.distinct.sum(), rel=0.03)
+    assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(plan.batch.pairs, rel=0.05)
 
 
 def check_sizes(path: Path, world_size: int, keys: dict) -> None:
     config = config_of(path, train__batch_size=256, **keys)
-    store = TripleStore.open(path)
-    work = Workload.of_store(config, store)
-    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Layout())
+    plan = stored(config, f"{world_size}xCPU")
     ranks = run_world(world_size, sent, config)
     for kind in ("ids", "rows", "gradients", "dense"):
-        measured = sum(rank[kind] for rank in ranks)
-        assert sum(plan.traffic.total(kind)) == pytest.approx(measured, rel=0.05), kind
+        measured = sum(rank[kind] for rank in ranks) / world_size
+        assert sum(plan.sent[kind]) == pytest.approx(measured, rel=0.05), kind
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (1, {"negatives__regime": "kvsall"}),
+        (2, {"loss__relation_weight": 0.1}),
+        (2, {"negatives__regime": "kvsall"}),
+        (4, {"model__scorer": "rescal", "dense__wrapper": "fsdp", "train__accumulation": 2}),
+    ],
+    ids=["kvsall", "relation prediction", "kvsall on two", "fsdp"],
+)
+@pytest.mark.parametrize("features", [False, True])
+def test_sums_against_all_entities_have_the_planned_size(tmp_path, world_size, keys, features):
+    if features and (world_size != 2 or "loss__relation_weight" in keys):
+        pytest.skip("one case with features is enough")
+    triples = random_triples(700, 5, 2000)
+    (tmp_path / "f.tsv").write_text("".join(f"e{i}\tkind {i % 200}\n" for i in range(700)))
+    data = {"features": tmp_path / "f.tsv"} if features else None
+    prepare({"train": triples, "test": []}, tmp_path / "s", data, log_notes=False)
+    keys = {"negatives__regime": "1vsall", "loss__name": "softmax", **keys}
+    config = config_of(tmp_path / "s", train__batch_size=64, **keys)
+    ranks = run_world(world_size, sent_in_all, config)
+    planned = sum(map(sum, stored(config, f"{world_size}xCPU").sent.values()))
+    assert planned == pytest.approx(sum(ranks) / world_size, rel=0.05)
+
+
+def sent_in_all(config) -> float:
+    return sum(sent(config).values())
+
+
+def test_vectors_of_entities_with_features_take_memory(tmp_path):
+    (tmp_path / "f.tsv").write_text("".join(f"e{i}\tkind {i % 200}\n" for i in range(700)))
+    splits = {"train": random_triples(700, 5, 2000), "test": []}
+    prepare(splits, tmp_path / "s", {"features": tmp_path / "f.tsv"}, log_notes=False)
+    config = config_of(tmp_path / "s", negatives__regime="allvsall", loss__name="bce")
+    plan = stored(config, "2xH100")
+    plain = replace(plan, sizes=replace(plan.sizes, features=None, entities=900, runs=()))
+    assert plan.examples == 2 * 700 * 5
+    rows, features = 4 * 450 * 8, 4 * 200 * 8
+    assert plan.memory["gradients"].device == rows and "gradients" not in plain.memory
+    more = plan.memory["rows and ids"].device - plain.memory["rows and ids"].device
+    assert more == rows + 2 * features
 
 
 def test_single_device_sends_nothing():
-    assert planned(workload(), "1xH100").traffic.total() == (0, 0)
+    assert sum(map(sum, plan_of("1xH100").sent.values())) == 0
 
 
 def test_hosts_divide_what_is_sent():
-    """8 ranks on 2 hosts: 3 of 7 others are on one's own host."""
-    plan = planned(workload(80_000, train__batch_size=512), "8xH100", 2)
+    """8 ranks on 2 hosts: 3 of 7 others are on one's own host; a ring passes both hosts."""
+    plan = plan_of("8xH100", 80_000, train__batch_size=512, hosts=2)
     for kind in ("rows", "gradients"):
-        within, between = plan.traffic.total(kind)
+        within, between = plan.sent[kind]
         assert within / between == pytest.approx(3 / 4, rel=1e-6)
-    within, between = plan.traffic.total("dense")
-    assert within / between == pytest.approx(6 / 2)  # two of eight hops of the ring
+    assert plan.sent["dense"][0] == 0 < plan.sent["dense"][1]
+    split = plan.changed({"dense.wrapper": "hybrid"})
+    assert split.sent["dense"][0] > 0  # a copy is split within a host
+    assert plan_of("8xH100", 80_000).sent["dense"][1] == 0
 
 
-def test_a_table_on_one_rank_answers_all_others():
-    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
-    rows = plan.traffic.of_ranks("rows")[0]
-    assert np.count_nonzero(rows) == 1
-    others = sum(batch.distinct for (batch,) in plan.batches[1:])
-    assert rows.sum() == pytest.approx(others * 64 * 4)
+def test_layouts_send_what_they_must():
+    def sent_by(layout: str):
+        return plan_of("4xH100", 8000, model__dim=64, layout=layout)
 
-
-def test_columns_send_every_id_to_every_shard():
-    work = workload(8000, model__dim=64)
-    by_rows, by_columns = (
-        planned(work, "4xH100", sharding=sharding).traffic
-        for sharding in ("row_wise", "column_wise")
+    rows, columns, table, copies = map(
+        sent_by, ("row_wise", "column_wise", "table_wise", "data_parallel")
     )
-    assert by_columns.total("ids")[0] > 3.9 * by_rows.total("ids")[0]
-    assert by_columns.total("rows") == pytest.approx(by_rows.total("rows"))
-
-
-def test_data_parallel_sends_the_gradient_of_the_whole_table():
-    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="data_parallel")
-    assert plan.traffic.total("ids") == plan.traffic.total("rows") == (0, 0)
-    assert plan.traffic.total("gradients")[0] == pytest.approx(4 * 2 * 3 / 4 * 8000 * 64 * 4)
+    assert sum(columns.sent["ids"]) > 3.9 * sum(rows.sent["ids"])
+    assert columns.sent["rows"] == pytest.approx(rows.sent["rows"])
+    assert copies.sent.keys() == {"gradients", "dense"}
+    assert sum(copies.sent["gradients"]) == pytest.approx(2 * 3 / 4 * 8000 * 64 * 4)
+    # A table on one rank: it sends the rows of all others, and receives their gradients.
+    assert table.imbalance == (0, 4)
+    part = "exchange of rows"
+    assert table.seconds[part] == pytest.approx(4 * rows.seconds[part])
+    assert table.seconds["exchange of gradients"] == pytest.approx(table.seconds[part])
 
 
 def test_deduplication_saves_more_the_more_skewed_entities_are():
     saved = []
     for skew in (0.0, 0.7, 1.2):
-        plan = planned(workload(10**6, triples=10**6, skew=skew, train__batch_size=8192), "4xH100")
-        saved.append(1 - plan.traffic.total("rows")[0] / plan.with_duplicates.total("rows")[0])
+        plan = plan_of("4xH100", 10**6, triples=10**6, skew=skew, train__batch_size=8192)
+        saved.append(1 - plan.sent["rows"][0] / plan.sent_with_duplicates["rows"][0])
     assert saved == sorted(saved)
     assert saved[0] < 0.03 < 0.2 < saved[2]
 
 
 def test_links_change_what_they_name():
-    work = workload(20_000, train__batch_size=4096)
-    usual = planned(work, "8xH100", 2)
-    for place, factor in (("within", 0.5), ("between", 0.1)):
-        device = usual.cluster.device
-        speed = factor * {"within": device.within_host, "between": device.between_hosts}[place]
-        other = planned(work, "8xH100", 2, **{place: speed / 1e9})
-        sends = dict(zip(("within", "between"), usual.traffic.of_ranks("rows"), strict=True))
-        more = sends[place].max() / 0.7 * (1 / speed - factor / speed)
+    keys = {"train__batch_size": 4096, "hosts": 2}
+    usual = plan_of("8xH100", 20_000, **keys)
+    for at, name in enumerate(("within_host", "between_hosts")):
+        speed = getattr(usual.cluster.device, name)
+        other = plan_of("8xH100", 20_000, links={name: speed / 2e9}, **keys)
+        more = usual.sent["rows"][at] / 0.7 / speed
         part = "exchange of rows"
-        assert other.times[part] - usual.times[part] == pytest.approx(more, rel=1e-6)
-        assert other.times["scoring"] == usual.times["scoring"]
+        assert other.seconds[part] - usual.seconds[part] == pytest.approx(more, rel=1e-6)
+        assert other.seconds["scoring"] == usual.seconds["scoring"]
 
 
 def test_ethernet_between_cpus():
-    """A rank sends half of its rows to the other one, and both do so at the same time."""
-    plan = planned(workload(20_000, train__batch_size=4096), "2xCPU", 2, between=0.125)
-    size = plan.traffic.of_ranks("rows")[1].max()
-    assert plan.times["exchange of rows"] == pytest.approx(size / 1.25e8 / ETHERNET_EFFICIENCY)
-
-
-def test_a_rank_that_receives_most_decides():
-    """A table on one rank: it sends the rows of the others, and receives their gradients."""
-    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
-    assert plan.times["exchange of gradients"] == pytest.approx(plan.times["exchange of rows"])
+    links = {"between_hosts": 0.125}
+    plan = plan_of("2xCPU", 20_000, train__batch_size=4096, hosts=2, links=links)
+    size = plan.sent["rows"][1]
+    assert plan.seconds["exchange of rows"] == pytest.approx(size / 1.25e8 / ETHERNET_SHARE)
 
 
 def test_collectives_of_many_ranks_have_more_messages():
-    work = workload(20_000, train__batch_size=4096)
     starts = [
-        planned(work, f"{ranks}xCPU", ranks).times["starting collectives"] for ranks in (2, 66)
-    ]
-    further = 64 * (5 * 1e-4 + 2 * LATENCY["between"])
-    assert starts[1] - starts[0] == pytest.approx(further)
+        plan_of(f"{ranks}xCPU", 20_000, train__batch_size=4096, hosts=ranks)
+        .seconds["starting collectives"]
+        for ranks in (2, 66)
+    ]  # fmt: skip
+    assert starts[1] - starts[0] == pytest.approx(64 * (5 * 1e-4 + 2 * LATENCY["between"]))
 
 
 def test_sums_against_all_entities_go_around_a_ring():
-    work = workload(2000, negatives__regime="1vsall", train__batch_size=16)
+    keys = {"negatives__regime": "1vsall", "train__batch_size": 16}
     starts = [
-        planned(work, f"{ranks}xCPU", ranks).times["starting collectives"] for ranks in (2, 6)
+        plan_of(f"{ranks}xCPU", 2000, hosts=ranks, **keys).seconds["starting collectives"]
+        for ranks in (2, 6)
     ]
     assert starts[0] == pytest.approx(4 * LATENCY["between"])
     assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from grown_runs import tensors
+from planned_runs import stored
 from training_runs import (
     config_of,
     dies_after,
@@ -30,11 +31,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks, plan_rows
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
-from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training, table_sizes
-from kge_torchrec.planning.report import report
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.report import report, type_sizes
 from kge_torchrec.training.assembly import entity_tables
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -231,18 +228,14 @@ def rank_weighs_tables(folder: Path) -> dict[str, int]:
 def test_plan_has_the_bytes_of_each_table(tmp_path):
     measured = run_world(2, rank_weighs_tables, tmp_path / "run")
     config = tables_config(tmp_path / "run")
-    cluster, layout = parse_devices("2xCPU"), Layout()
-    workload = Workload.of_store(config, TripleStore.open(typed_store()))
-    planned = plan_training(workload, cluster, layout)
-    assert {own["type"]: own["bytes"] for own in table_sizes(planned)} == {
-        kind: [rank[kind] for rank in measured] for kind in SIZES
-    }
-    parts = planned.memory[0]
-    rows = parts["weights"].main + parts["optimizer state"].main
-    assert rows == sum(measured[0].values())
+    planned = stored(config, "2xCPU")
+    fullest = max(measured, key=lambda rank: sum(rank.values()))
+    assert {own["type"]: own["bytes"] for own in type_sizes(planned)} == fullest
+    rows = planned.memory["weights"].main + planned.memory["optimizer state"].main
+    assert rows == sum(fullest.values())
     assert "rowwise_adagrad" in report(planned) and "place" in report(planned)
     with pytest.raises(ConfigError, match="tables of node types are split by rows"):
-        plan_training(workload, cluster, Layout(sharding="table_wise"))
+        planned.changed({}, layout="table_wise")
 
 
 def test_plan_takes_sizes_of_types(tmp_path, capsys):

@@ -15,7 +15,7 @@ from kge_torchrec.data import SIDES
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import DegreeSampler, UniformSampler
-from kge_torchrec.planning.frequency import EntityFrequency
+from kge_torchrec.planning.sizes import Sizes
 
 
 def term_by_term(count: int, exponent: float, positives: int, negatives: int) -> float:
@@ -25,11 +25,14 @@ def term_by_term(count: int, exponent: float, positives: int, negatives: int) ->
     return float((1 - absent).sum())
 
 
-def distinct(frequency: EntityFrequency, positives: int, negatives: int, power=None) -> float:
+def distinct(sizes: Sizes, positives: int, negatives: int, power=None) -> float:
     """The expected number of different entities in a batch."""
-    runs = [range(round(frequency.num_entities))]
-    chance = frequency.occurring(positives, negatives, frequency.drawn(power))
-    return frequency.per_run(chance, runs)[0]
+    chance = sizes.occurring(positives, negatives, sizes.drawn(power))
+    return sizes.per_type(chance, ["entity"])[0]
+
+
+def zipf(entities: int, skew: float) -> Sizes:
+    return Sizes.of_counts(entities, 1, 1, skew)
 
 
 @settings(max_examples=30, deadline=None)
@@ -40,17 +43,17 @@ def distinct(frequency: EntityFrequency, positives: int, negatives: int, power=N
     negatives=st.integers(0, 3000),
 )
 def test_zipf_is_the_sum_over_all_entities(count, exponent, positives, negatives):
-    frequency = EntityFrequency.zipf(count, exponent)
-    assert frequency.num_entities == pytest.approx(count)
-    assert (frequency.probability * frequency.members).sum() == pytest.approx(1)
+    sizes = zipf(count, exponent)
+    assert sizes.members.sum() == pytest.approx(count)
+    assert (sizes.probability * sizes.members).sum() == pytest.approx(1)
     exact = term_by_term(count, exponent, positives, negatives)
-    assert distinct(frequency, positives, negatives) == pytest.approx(exact, rel=1e-6)
+    assert distinct(sizes, positives, negatives) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_billion_entities_are_a_few_thousand_groups():
-    frequency = EntityFrequency.zipf(10**9, 0.7)
-    assert len(frequency.probability) < 10_000
-    assert distinct(frequency, 1000, 0) == pytest.approx(2000, rel=0.01)
+    sizes = zipf(10**9, 0.7)
+    assert len(sizes.probability) < 10_000
+    assert distinct(sizes, 1000, 0) == pytest.approx(2000, rel=0.01)
 
 
 def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
@@ -73,21 +76,21 @@ def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     sampler = UniformSampler(entities) if power is None else DegreeSampler(sum(ends), power)
     counts = dict.fromkeys(SIDES, negatives)
     builder = TripleBatches(data, BatchPlan(batch, sampler=sampler, counts=counts))
-    sizes = []
+    found = []
     for epoch in range(12):
         full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]
-        sizes += [b.ids.numel() for b in full]
-    frequency = EntityFrequency.of_degrees(*ends)
-    expected = distinct(frequency, batch, 2 * negatives, power)
-    assert np.mean(sizes) == pytest.approx(expected, rel=0.02)
+        found += [b.ids.numel() for b in full]
+    sizes = Sizes.of_degrees(*ends)
+    expected = distinct(sizes, batch, 2 * negatives, power)
+    assert np.mean(found) == pytest.approx(expected, rel=0.02)
 
 
 def test_cache_of_popular_rows_has_more_hits_than_its_share():
-    frequency = EntityFrequency.zipf(100_000, 1.0)
-    chance = frequency.occurring(1000, 0, frequency.drawn(None))
-    assert frequency.cache_hits(chance, 0.1) > 0.5
-    assert frequency.cache_hits(chance, 0.2) > frequency.cache_hits(chance, 0.1)
-    uniform = EntityFrequency.zipf(100_000, 0)
+    sizes = zipf(100_000, 1.0)
+    chance = sizes.occurring(1000, 0, sizes.drawn(None))
+    assert sizes.cache_hits(chance, 0.1) > 0.5
+    assert sizes.cache_hits(chance, 0.2) > sizes.cache_hits(chance, 0.1)
+    uniform = zipf(100_000, 0)
     chance = uniform.occurring(1000, 0, uniform.drawn(None))
     assert uniform.cache_hits(chance, 0.1) == pytest.approx(0.1)
     assert uniform.cache_hits(chance, 0.999) == pytest.approx(0.999)
@@ -96,5 +99,5 @@ def test_cache_of_popular_rows_has_more_hits_than_its_share():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the files that are mapped")
 def test_a_plan_leaves_no_pages_of_the_index_in_memory(tmp_path):
     store = tiny_store(tmp_path / "store")
-    assert EntityFrequency.of_store(store).num_entities == store.num_entities
+    assert Sizes.of_store(store).entities == store.num_entities
     assert f"{store.path}/known" not in Path("/proc/self/maps").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planned_runs import stored
 from training_runs import config_of, shared_folder
 from worlds import run_world
 
@@ -17,11 +18,8 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import runs_of_types
 from kge_torchrec.distributed.processes import processes, rows_by_rank
-from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import TrainingPlan, plan_training, table_sizes
-from kge_torchrec.planning.report import report
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.plan import Plan
+from kge_torchrec.planning.report import report, type_sizes
 from kge_torchrec.training.assembly import build_batches
 
 STEPS, RANKS = 15, 4
@@ -51,9 +49,8 @@ def hot_config(with_features: bool = False, **changes) -> Config:
     return config_of(hot_store(with_features), **{**keys, **changes})
 
 
-def hot_plan(config: Config, devices: str = f"{RANKS}xCPU") -> TrainingPlan:
-    work = Workload.of_store(config, TripleStore.open(config.data.path))
-    return plan_training(work, parse_devices(devices), Layout())
+def hot_plan(config: Config, devices: str = f"{RANKS}xCPU") -> Plan:
+    return stored(config, devices)
 
 
 def rank_counts_ids(config: Config) -> np.ndarray:
@@ -84,15 +81,17 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     config = hot_config(**CASES[case])
     planned = hot_plan(config)
     measured = np.stack(run_world(RANKS, rank_counts_ids, config), 1)  # (tables, from, to)
-    assert planned.looked_up.served == pytest.approx(measured.sum(1), rel=0.12, abs=5)
     kinds = [kind for kind, _ in runs_of_types(TripleStore.open(config.data.path))]
     of_type = np.array([[kind == name for kind in kinds] for name in dict.fromkeys(kinds)])
+    busiest = of_type @ measured.sum(1)[:, planned.imbalance[0]]
+    assert planned.served == pytest.approx(busiest, rel=0.12, abs=5)
     sent = measured.sum((1, 2)) - np.trace(measured, axis1=1, axis2=2)
-    assert of_type @ planned.looked_up.sent == pytest.approx(of_type @ sent, rel=0.05)
-    tables = table_sizes(planned)
+    tables = type_sizes(planned)
+    rows = [own["rows"]["sent"] for own in tables]
+    assert rows == pytest.approx(of_type @ sent, rel=0.05)
     rows = [own["rows"]["deduplicated"] for own in tables]
     assert rows == pytest.approx(of_type @ measured.sum((1, 2)), rel=0.05)
-    rank, times = planned.busiest
+    rank, times = planned.imbalance
     loads = measured.sum((0, 1))
     assert rank == loads.argmax() or times < 1.05  # equal ranks are in any order
     assert times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
@@ -105,27 +104,29 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
 @pytest.mark.parametrize("devices", ["1xCPU", "2xCPU", "8xH100"])
 def test_tables_add_up_to_the_plan_of_one_table(devices):
     planned = hot_plan(hot_config(negatives__among="all"), devices)
-    one = plan_training(replace(planned.workload, types=()), planned.cluster, planned.layout)
-    tables, single = table_sizes(planned), one.looked_up
-    for name, total in {"deduplicated": one.distinct, "with_duplicates": one.lookups}.items():
+    one = replace(planned, sizes=replace(planned.sizes, runs=()))
+    tables = type_sizes(planned)
+    for name, rows in {
+        "deduplicated": one.batch.distinct,
+        "with_duplicates": one.batch.lookups,
+    }.items():
+        total = planned.cluster.world_size * rows.sum()
         assert sum(own["rows"][name] for own in tables) == pytest.approx(total, rel=1e-3)
-    # The mean of the ranks, since one table is looked up in proportion to the rows of a rank.
-    assert planned.looked_up.served.sum() == pytest.approx(single.served.sum())
-    parts = planned.times["lookup"] + planned.times["table optimizer"]
+    parts = planned.seconds["lookup"] + planned.seconds["table optimizer"]
     assert sum(own["seconds"] for own in tables) == pytest.approx(parts)
-    assert table_sizes(one) == [] and "author" not in report(one)
+    assert type_sizes(one) == [] and "author" not in report(one)
 
 
 def test_time_of_a_table_follows_its_optimizer_and_its_lookups():
     def of(optimizer: str) -> dict[str, float]:
         config = hot_config(entities__tables={"place": {"optimizer": optimizer}})
-        return {own["type"]: own["seconds"] for own in table_sizes(hot_plan(config, "1xCPU"))}
+        return {own["type"]: own["seconds"] for own in type_sizes(hot_plan(config, "1xCPU"))}
 
     small, large = of("sgd"), of("adam")
     assert large["place"] > 1.5 * small["place"] and large["user"] == small["user"]
     full = hot_plan(hot_config(negatives__regime="1vsall"))
-    assert [own["rows"]["sent"] for own in table_sizes(full)] == [0, 0, 0]
-    assert table_sizes(full)[0]["seconds"] > 0 and full.busiest == (0, 1)
+    assert [own["rows"]["sent"] for own in type_sizes(full)] == [0, 0, 0]
+    assert type_sizes(full)[0]["seconds"] > 0 and full.imbalance == (0, 1)
 
 
 def test_sizes_without_data_are_looked_up_in_proportion(tmp_path):

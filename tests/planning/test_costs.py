@@ -1,0 +1,134 @@
+"""The counted objective: bytes against real allocations, operations against arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planned_runs import plan_of
+
+from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.planning import cost as module
+from kge_torchrec.planning.cost import Cost
+
+
+def cost(devices: str = "1xH100", **keys) -> Cost:
+    keys = {"train__batch_size": 64, "negatives__count": 32, "model__dim": 16, **keys}
+    return plan_of(devices, **keys).cost
+
+
+def of_all(rows: int, is_cuda: bool = True, free: int = 0, **keys) -> Cost:
+    """The cost of 128 queries against all rows."""
+    keys = {"loss__name": "bce", "train__batch_size": 64, "model__dim": 16, **keys}
+    plan = plan_of("1xH100", entities=rows, negatives__regime="1vsall", **keys)
+    return plan.costs.of_all(rows, plan.queries, is_cuda, free)
+
+
+def test_matrix_products_of_a_dot_scorer():
+    """Two sides of b x K scores from D numbers, forward and two products backward."""
+    assert cost(model__scorer="distmult").flops == 2 * 3 * 2 * 64 * 32 * 16
+
+
+def test_distances():
+    """Two sides: 3 operations a number forward, 6 for each of two gradients backward."""
+    assert cost(model__scorer="transe_l1").flops == 2 * (3 + 2 * 6) * 64 * 32 * 16
+
+
+@pytest.mark.parametrize(("scorer", "sums"), [("transe_l1", 2), ("pairre", 3)])
+def test_a_gpu_has_no_difference_of_pairs_in_memory(scorer, sums):
+    """Kernels of training on CUDA write sums over pairs: one value, and a gradient of each input.
+
+    Twice the pairs take as many operations and keep twice the scores, whatever the dim.
+    """
+    small, large = (cost(model__scorer=scorer, negatives__count=count) for count in (32, 64))
+    numbers = 2 * 64 * 32 * 16
+    assert small.flops == pytest.approx((3 + 6 * sums) * numbers)
+    assert large.flops == pytest.approx(2 * small.flops)
+    assert large.operations == small.operations
+    wide = {"model__dim": 64, "train__batch_size": 256, "negatives__count": 2048}
+    assert cost(model__scorer=scorer, **wide).largest_bytes == 4 * 256 * 2048
+
+
+def test_peak_of_a_step_matches_hand_computation():
+    """The scores of both sides and what the loss keeps of them are alive before backward."""
+    results = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)
+    scores = 256 * 2048 * 4
+    assert results.largest_bytes == scores
+    assert 4 * scores < results.peak_bytes < 8 * scores
+
+
+@pytest.mark.parametrize("scorer", ["complex", "rescal"])
+def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
+    """But for relations' rows, which a GPU looks up in another way."""
+    on_gpu, on_cpu = (cost(devices, model__scorer=scorer) for devices in ("1xH100", "1xCPU"))
+    for name in ("peak_bytes", "largest_bytes", "flops"):
+        assert getattr(on_gpu, name) == getattr(on_cpu, name), name
+    assert on_gpu.operations == on_cpu.operations + 2
+
+
+@pytest.mark.parametrize("scorer", SCORER_NAMES)
+def test_every_scorer_can_be_counted(scorer):
+    for reciprocal in (True, False):
+        keys = {"model__scorer": scorer, "model__dim": 64, "model__reciprocal": reciprocal}
+        try:
+            sampled, full = cost(**keys), of_all(96, **keys)
+        except ConfigError:  # this scorer wants the other
+            continue
+        assert sampled.peak_bytes > 64 * 32 * 4 and full.peak_bytes > 128 * 96 * 4
+        assert sampled.flops + sampled.moved_bytes > 0
+        return
+    pytest.fail(f"{scorer} was never counted")
+
+
+@pytest.mark.parametrize(("scorer", "chunk_size"), [("transe_l2", 16), ("complex", 0)])
+def test_large_batches_are_extended_from_smaller_ones(monkeypatch, scorer, chunk_size):
+    keys = {"model__scorer": scorer, "negatives__chunk_size": chunk_size, "train__batch_size": 512}
+    whole = cost(**keys)
+    monkeypatch.setattr(module, "_LARGEST", 64)
+    extended = cost(**keys)
+    for name in vars(whole):
+        assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.02), name
+
+
+def test_many_queries_are_extended_from_fewer_on_a_cpu(monkeypatch):
+    keys = {"model__scorer": "complex", "train__batch_size": 400, "model__dim": 32}
+    monkeypatch.setattr(module, "_QUERIES", 800)
+    whole = of_all(15_000, False, **keys)
+    monkeypatch.setattr(module, "_QUERIES", 256)
+    extended = of_all(15_000, False, **keys)
+    for name in ("peak_bytes", "flops", "moved_bytes"):
+        assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.1), name
+
+
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_a_step_against_all_has_three_products(loss, is_cuda):
+    """Scores, and the gradients of queries and of rows."""
+    keys = {"model__scorer": "distmult", "loss__name": loss}
+    assert of_all(400, is_cuda, **keys).flops == 3 * 2 * 128 * 400 * 16
+
+
+def test_large_tables_are_scored_in_blocks_and_by_softmax_twice():
+    rows, keys = 10_000_000, {"model__scorer": "distmult"}
+    once, twice = of_all(rows, **keys), of_all(rows, **keys, loss__name="softmax")
+    assert once.flops == pytest.approx(3 * 2 * 128 * rows * 16, rel=0.01)
+    assert twice.flops == pytest.approx(once.flops * 4 / 3, rel=0.01)
+    # 256 MiB of scores and of what comes of as many rows, not 5 GiB
+    assert 2**28 < once.peak_bytes < 2**30
+
+
+def test_free_memory_of_a_gpu_keeps_scores_that_are_computed_once():
+    """5 GB of scores and .6 GB of gradients of rows fit into a quarter of 24 GB, not of 20 GB."""
+    keys, rows = {"model__scorer": "distmult", "loss__name": "softmax"}, 10_000_000
+    twice, kept = (of_all(rows, True, free * 10**9, **keys) for free in (20, 24))
+    assert twice.flops == pytest.approx(kept.flops * 4 / 3, rel=0.01)
+    assert kept.peak_bytes > 4 * rows * (128 + 16) > 2 * twice.peak_bytes
+    keys |= {"negatives__regime": "1vsall", "train__batch_size": 64, "model__dim": 16}
+    flops = [plan_of(f"1x{name}", rows, **keys).cost.flops for name in ("L4", "H100", "CPU")]
+    assert flops == pytest.approx([twice.flops, kept.flops, twice.flops], rel=0.01)
+
+
+def test_counting_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    cost("1xCPU", model__dropout__input=0.5)
+    of_all(50, False, model__dropout__input=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
