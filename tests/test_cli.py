@@ -108,6 +108,17 @@ def test_train_takes_the_config_of_a_run(run, tmp_path):
     assert before.pop("run") and after.pop("run") and before == after
 
 
+def test_verb_on_a_run_finds_no_module_of_the_working_directory(run, tmp_path, monkeypatch):
+    (tmp_path / "lurking.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    query = ["predict", str(run), "--head", "lurking:Class", "--relation", "borders"]
+    assert main(query) == 1
+    assert str(tmp_path) not in sys.path
+    with pytest.raises(SystemExit, match="imported"):
+        main([*query, "--allow-import", "lurking"])
+
+
 def test_threads_of_a_verb_hold_for_runs_and_exports(run, tmp_path, monkeypatch):
     before, seen = torch.get_num_threads(), []
     query = ["--head", "Germany", "--relation", "borders", "--threads", "2"]
