@@ -78,13 +78,11 @@ def _shares(ratio: Any) -> bool:
 class SplitOptions:
     """Options of how triples without splits are split."""
 
-    by: str = key(
+    by: str = reading_key(
         "random",
         "random; head (at random within each head); time (the latest are test); last (the last "
         "ones of each head are test).",
         check=choice(*SPLITTERS),
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
     ratio: tuple[float, ...] = key(
         (0.9, 0.05, 0.05),
@@ -106,30 +104,22 @@ class SplitOptions:
 class LabelOptions:
     """Options of ``data.labels``: files that give ids their labels."""
 
-    entities: str | None = key(
+    entities: str | None = reading_key(
         None,
         "File of the ids and labels of entities; none: triples have labels; null: a file beside "
         "the triples (entity2id.txt, entities.dict, entity_ids.del, ...), if they have its ids.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    relations: str | None = key(
+    relations: str | None = reading_key(
         None,
         "File of the ids and labels of relations; none and null as for entities.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    id_column: int | str | None = key(
+    id_column: int | str | None = reading_key(
         None,
         "Column of the ids, by name or position from 0; null: the one of numbers.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    label_column: int | str | None = key(
+    label_column: int | str | None = reading_key(
         None,
         "Column of the labels; null: the other one.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
 
 
