@@ -221,26 +221,6 @@ def function_of(name: str) -> Callable[..., int]:
     return found
 
 
-def _old_style(name: str) -> Any:
-    """Return the module of a verb that is not a typed function yet, or None."""
-    module = import_module(f"kge_torchrec.commands.{VERBS[name].function.partition(':')[0]}")
-    return module if hasattr(module, "add") else None
-
-
-def _old_parser(name: str) -> VerbParser:
-    parser = VerbParser(
-        prog=f"kge-torchrec {name}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    if name != "list":
-        parser.takes_keys, parser.runs = True, ["config"]
-        parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
-        parser.add_argument("--allow-import", action="append", default=[], metavar="MODULE")
-    _old_style(name).add(parser)
-    return parser
-
-
 def parser_of(name: str) -> VerbParser:
     """Return the parser of a verb, made of the signature of its function.
 
@@ -254,8 +234,6 @@ def parser_of(name: str) -> VerbParser:
       replaced by a folder; a verb with one also takes --data.path, --threads and --allow-import.
     - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
     """
-    if _old_style(name):
-        return _old_parser(name)
     function, verb = function_of(name), VERBS[name]
     text, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
@@ -408,10 +386,6 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     if parser.takes_keys:
         values["settings"] = settings
     with _given({key: value for key, value in given.items() if value is not None}):
-        if old := _old_style(name):
-            values["overrides"] = values.pop("settings", [])
-            code: int = old.run(argparse.Namespace(**values))
-            return code
         function = function_of(name)
         parameters = inspect.signature(function).parameters.values()
         first = [values.pop(item.name) for item in parameters if item.kind is item.POSITIONAL_ONLY]

@@ -19,7 +19,7 @@ from training_runs import QUIET
 import kge_torchrec
 import kge_torchrec.commands.predict
 from kge_torchrec import commands, environment
-from kge_torchrec.cli import VERBS, _old_style, main, parser_of
+from kge_torchrec.cli import VERBS, main, parser_of
 from kge_torchrec.config import all_keys
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
@@ -270,8 +270,7 @@ def test_every_verb_has_its_own_help_that_says_what_each_argument_means(capsys, 
         main([verb, "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and text.startswith(f"usage: kge-torchrec {verb}")
-    if _old_style(verb) is None:
-        assert all(action.help for action in parser_of(verb)._actions)
+    assert all(action.help for action in parser_of(verb)._actions)
 
 
 def test_version_is_printed(capsys):

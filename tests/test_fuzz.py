@@ -161,6 +161,8 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
         return str(draw.choice([*ODD, *NAMES])).replace("\0", "")
 
     for action in actions:
+        if action.dest == "config":
+            continue  # below
         if not action.option_strings and (action.nargs != "?" or draw.random() < 0.5):
             likely = verb in (
                 "predict",
@@ -171,7 +173,7 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
                 "calibrate",
                 "report",
                 "extend",
-            ) and action.dest in ("folder", "folders")
+            ) and action.dest in ("run", "runs")
             words.append(places["run"] if likely and draw.random() < 0.7 else value(action))
     options = [action for action in actions if action.option_strings]
     for action in draw.sample(options, min(len(options), draw.randint(0, 4))):
