@@ -90,7 +90,7 @@ def triple_scores(scorer: Scorer, shard: EntityShard, triples: Tensor, side: Sid
     queries = triples if side == "tail" else triples.flip(1)
     # Only a block of scores has the same bits as in ranking; its diagonal is kept. Small blocks
     # waste fewer products, and large ones need fewer kernels.
-    size = 8 * SMALLEST if shard.device.type == "cuda" else SMALLEST
+    size = (8 if shard.device.type == "cuda" else 2) * SMALLEST
     fetched = max(1, FETCH_BYTES // (2 * 4 * shard.dim * size)) * size
     scores = [torch.empty(0, device=shard.device)]
     with scoring(scorer):

@@ -138,7 +138,7 @@ def test_scores_of_zero_and_many_triples(run, monkeypatch):
     triples = of_split(run, "train")
     expected = [run.score([triple])[0] for triple in triples]
     assert run.score(triples) == expected
-    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 64 triples at once
+    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 128 triples at once
     assert run.score(triples) == expected
     with pytest.raises(ValueError, match="side must be one of"):
         run.score(triples, "both")

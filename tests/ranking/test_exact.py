@@ -119,7 +119,7 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
 def test_answers_are_scored_in_groups(monkeypatch):
     """Answers beyond the first group are ranked as well."""
     table, scorer = duplicated_table(), make_scorer("complex", R, D)
-    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 64 answers at once
+    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 128 answers at once
     ranks = rank_triples(
         scorer, whole(table), QUERIES, make_known(KNOWN, N, R), RankOptions(batch_size=7)
     )
