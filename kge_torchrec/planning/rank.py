@@ -42,8 +42,9 @@ MIB = 1 << 20
 TABLE_PARTS = ("weights", "optimizer state", "average", "cache", "gradients", "parts on their way")
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the bytes per
-# triple of the pages that the final ranking maps: fitted to ten runs (docs/how-to/plan.md).
-CPU_PROCESS, RANKED_TRIPLE = 672 * MIB, 58
+# triple of the pages that the final ranking maps, at most those of the largest graph that was
+# measured: fitted to ten runs (docs/how-to/plan.md).
+CPU_PROCESS, RANKED_TRIPLE, RANKED_MOST = 672 * MIB, 58, 128 * MIB
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 _IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
@@ -480,7 +481,7 @@ class Rank:
             held_by_rank += min(PIECE_BYTES, saved.device + saved.main)
         parts["process"] += Bytes(main=held_by_rank)
         device = self._triples_on_device(sum(size.device for size in parts.values()))
-        ranked = RANKED_TRIPLE * self.sizes.triples
+        ranked = 0 if self.is_cuda else min(RANKED_TRIPLE * self.sizes.triples, RANKED_MOST)
         parts["triples"] = Bytes(device=device, main=self._mapped_bytes + ranked)
         return parts
 

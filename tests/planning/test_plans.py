@@ -15,7 +15,7 @@ from kge_torchrec.distributed.processes import ALONE
 from kge_torchrec.embeddings.torchrec.planner import GIB, SHARDINGS, Bytes
 from kge_torchrec.planning import step
 from kge_torchrec.planning.plan import Plan
-from kge_torchrec.planning.rank import RANKED_TRIPLE
+from kge_torchrec.planning.rank import RANKED_MOST, RANKED_TRIPLE
 from kge_torchrec.planning.report import all_layouts, notes, percentages, report, side_by_side
 from kge_torchrec.training.assembly import build_batches
 
@@ -91,7 +91,7 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
     (host,) = plan.limits
     triples = plan.memory["triples"].main
     assert (host.place, host.capacity) == ("main memory of a host", 64 * GIB)
-    assert triples == 10**7 * (12 + RANKED_TRIPLE) and host.need == 2 * (plan.total.main - triples)
+    assert triples == 10**7 * 12 + RANKED_MOST and host.need == 2 * (plan.total.main - triples)
 
 
 @pytest.mark.parametrize(
