@@ -18,7 +18,7 @@ from kge_torchrec.embeddings.optimizers import KERNELS, RowOptimizer
 from kge_torchrec.kernels.rows import update_rows
 
 # On a CPU the temporaries of a chunk should fit in the cache; on a GPU they only need to be small.
-_CHUNK_ROWS = {"cpu": 2048, "cuda": 1 << 16}
+_CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 16}
 
 
 class RowGradients(NamedTuple):
