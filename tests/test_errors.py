@@ -60,7 +60,7 @@ def test_suggested_key_works_everywhere(data, tmp_path, capsys):
         prepare(data, tmp_path / "store")
     key, value = advice(str(caught.value))
     assert (key, value) == ("data.allow_unseen_relations", "true")
-    prepare(data, tmp_path / "store", {key: value})
+    prepare(data, tmp_path / "store", {key: True})
     with pytest.raises(KGEError, match=r"replace it with --overwrite \(overwrite=True\)"):
         prepare(data, tmp_path / "store", {key: True})
     words = ["prepare", str(data), "-o", str(tmp_path / "store"), f"--{key}", value]

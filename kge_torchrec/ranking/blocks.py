@@ -3,7 +3,8 @@
 Equal rows must get the same score bit for bit in every block, shard and column; otherwise exact
 ties would depend on how the table is sharded. Matrix products guarantee this unless one side is
 very small: below a dozen rows, libraries switch kernels and with them the order of summation.
-Both sides are therefore padded to ``SMALLEST`` rows.
+Both sides are therefore padded to ``SMALLEST`` rows, and queries to a multiple of it: torch rounds
+complex products in another way where the last elements do not fill a vector register.
 
 Shapes: B queries, n rows of one block, D elements per row, T triples.
 """
@@ -68,10 +69,11 @@ def _block_scores(
     scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
 ) -> Callable[[Tensor], Tensor]:
     """Return ``score_block`` as a function of the rows, so that queries are encoded only once."""
-    query = scorer.encode(_padded(anchor)[None], _padded(relation)[None], side)
+    missing = -len(anchor) % SMALLEST or SMALLEST * (not len(anchor))
+    query = scorer.encode(_padded(anchor, missing)[None], _padded(relation, missing)[None], side)
 
     def scores(rows: Tensor) -> Tensor:
-        block = scorer.matrix(query, _padded(rows.float())[None])[0]
+        block = scorer.matrix(query, _padded(rows.float(), SMALLEST - len(rows))[None])[0]
         return block[: len(anchor), : len(rows)].float().contiguous()
 
     return scores
@@ -181,7 +183,6 @@ def restrict(
         rows.masked_fill_(~mask.to(rows.device), value)
 
 
-def _padded(x: Tensor) -> Tensor:
-    """Pad with zeros to at least ``SMALLEST`` rows; a padded relation has id 0."""
-    missing = SMALLEST - x.shape[0]
+def _padded(x: Tensor, missing: int) -> Tensor:
+    """Append rows of zeros; a padded relation has id 0."""
     return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

@@ -370,7 +370,7 @@ def test_data_frame_columns_are_read_by_name_or_order(tmp_path):
     assert labelled(prepare({"train": ordered}, tmp_path / "ordered"), "train") == TRAIN
     turned = prepare({"train": ordered}, tmp_path / "turned", {"columns": "head=c,tail=a"})
     assert labelled(turned, "train") == [row[::-1] for row in TRAIN]
-    with pytest.raises(DataError, match="give head=COLUMN,relation=COLUMN,tail=COLUMN"):
+    with pytest.raises(ConfigError, match=r"data.columns must be text or a mapping.*got \[a"):
         prepare({"train": ordered}, tmp_path / "refused", {"columns": ["a", "b", "c"]})
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from extended import ALL, ENGINES, LION, MIXED, REFE, rank_trains
 from models import test_scorers
-from planned_runs import workload
+from planned_runs import plan_of
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
@@ -163,10 +163,10 @@ def test_export_without_its_module_reports_the_import_error(export, folder):
 
 def test_plan_uses_the_costs_that_classes_declare(folder, capsys):
     keys = {"model__scorer": REFE, "model__dim": 8, "model__reciprocal": False}
-    work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)
-    assert work.dense_parameters == 7 * (4 + 8) and work.negative_power is None
-    bare = workload(relations=7, **keys, model__options={"moves": False})
-    assert bare.dense_parameters == 7 * 4
+    plan = plan_of("2xCPU", **keys, train__optimizer=LION, negatives__sampling=MIXED)
+    assert plan.costs.dense_numbers == 7 * (4 + 8)
+    bare = plan_of("2xCPU", **keys, model__options={"moves": False})
+    assert bare.costs.dense_numbers == 7 * 4
     sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB",
              "--model.dim=128"]  # fmt: skip
     assert run_verb("plan", [*sizes, "--model.scorer", REFE, "--train.optimizer", LION]) == 0

@@ -24,9 +24,10 @@ from ranking_cases import make_scorer, whole
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.ranks import COLUMNS, Ranks, metrics
+from kge_torchrec.ranking.ranks import Ranks, metrics
 from kge_torchrec.trained_model import TrainedModel
 
+COLUMNS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
 Figures = tuple[float, ...]
 
 OGB = {  # ogb 1.3.6, Evaluator("ogbl-wikikg2"); it has no mean rank
