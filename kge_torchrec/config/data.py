@@ -51,25 +51,6 @@ def reading_key(default: Any, help: str, check: Callable[[str, Any], None] | Non
     return key(default, help, check=check, acts=NOT_A_STORE, resume=IN_STORE)
 
 
-# The ways to split, and the options that each one has.
-SPLITTERS = {
-    "random": ("ratio",),
-    "head": ("ratio",),
-    "time": ("ratio",),
-    "last": ("count",),
-}
-
-
-def _in_splits(option: str) -> tuple[Condition, Condition]:
-    """Return the conditions that triples are split, and in a way that has an option."""
-    ways = [way for way, options in SPLITTERS.items() if option in options]
-    chosen = Condition(
-        f"data.split.by {' or '.join(ways)}",
-        lambda config, _: config.data.split.by in ways,
-    )
-    return NOT_A_STORE, chosen
-
-
 def _shares(ratio: Any) -> bool:
     return len(ratio) == 3 and min(ratio) >= 0 < ratio[0] and abs(sum(ratio) - 1) < 1e-6
 
@@ -82,20 +63,20 @@ class SplitOptions:
         "random",
         "random; head (at random within each head); time (the latest are test); last (the last "
         "ones of each head are test).",
-        check=choice(*SPLITTERS),
+        check=choice("random", "head", "time", "last"),
     )
     ratio: tuple[float, ...] = key(
         (0.9, 0.05, 0.05),
         "Shares of train, valid and test.",
         check=between("three shares that sum to 1, the first above 0", _shares),
-        acts=_in_splits("ratio"),
+        acts=(NOT_A_STORE, only_with("data.split.by", "random", "head", "time")),
         resume=IN_STORE,
     )
     count: int = key(
         1,
         "Triples of each head in test, and as many before them in valid; 1: leave the last out.",
         check=least(1),
-        acts=_in_splits("count"),
+        acts=(NOT_A_STORE, only_with("data.split.by", "last")),
         resume=IN_STORE,
     )
 

@@ -14,24 +14,20 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kge_torchrec.config.checks import ConfigError, one_of
 
-_SCORERS = "kge_torchrec.models.scorers"
 
-
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of part that a config names.
 
     Args:
         key: The key.
-        base: The base class.
+        base: The base class, as module:Class.
         ours: The built-in classes, by name, as module:Class.
         init: The arguments that a class is constructed with.
     """
@@ -42,102 +38,99 @@ class Kind:
     init: str = "self and the fields of its Options by name"
 
 
+def _classes(within: str, **ours: str) -> dict[str, str]:
+    """Return {name: module:Class} of classes in a module or package of ours."""
+    return {name: f"kge_torchrec.{within}{path}" for name, path in ours.items()}
+
+
 KINDS = {
     "scorer": Kind(
         "model.scorer",
-        f"{_SCORERS}.base:Scorer",
-        {
-            name: f"{_SCORERS}.{path}"
-            for name, path in {
-                "transe_l1": "translational:TransEL1",
-                "transe_l2": "translational:TransEL2",
-                "transh": "translational:TransH",
-                "distmult": "bilinear:DistMult",
-                "complex": "bilinear:ComplEx",
-                "rotate": "rotational:RotatE",
-                "rotate_l2": "rotational:RotatEL2",
-                "simple": "bilinear:SimplE",
-                "rescal": "bilinear:RESCAL",
-                "tucker": "bilinear:TuckER",
-                "qmult": "algebra:QMult",
-                "quate": "algebra:QuatE",
-                "omult": "algebra:OMult",
-                "duale": "algebra:DualE",
-                "keci": "clifford:Keci",
-                "ckeci": "clifford:CKeci",
-                "decal": "clifford:DeCaL",
-                "mure": "translational:MuRE",
-                "pairre": "translational:PairRE",
-                "house": "rotational:HousE",
-                "pyke": "translational:Pyke",
-                "conve": "convolution:ConvE",
-                "conex": "convolution:ConEx",
-                "aconex": "convolution:AConEx",
-                "convq": "convolution:ConvQ",
-                "convo": "convolution:ConvO",
-                "coke": "transformer:CoKE",
-                "lfmult": "algebra:LFMult",
-                "rote": "rotational:RotE",
-                "roth": "hyperbolic:RotH",
-                "meim": "bilinear:MEIM",
-                "operator": "operators:Operator",
-            }.items()
-        },
+        "kge_torchrec.models.scorers.base:Scorer",
+        _classes(
+            "models.scorers.",
+            transe_l1="translational:TransEL1",
+            transe_l2="translational:TransEL2",
+            transh="translational:TransH",
+            distmult="bilinear:DistMult",
+            complex="bilinear:ComplEx",
+            rotate="rotational:RotatE",
+            rotate_l2="rotational:RotatEL2",
+            simple="bilinear:SimplE",
+            rescal="bilinear:RESCAL",
+            tucker="bilinear:TuckER",
+            qmult="algebra:QMult",
+            quate="algebra:QuatE",
+            omult="algebra:OMult",
+            duale="algebra:DualE",
+            keci="clifford:Keci",
+            ckeci="clifford:CKeci",
+            decal="clifford:DeCaL",
+            mure="translational:MuRE",
+            pairre="translational:PairRE",
+            house="rotational:HousE",
+            pyke="translational:Pyke",
+            conve="convolution:ConvE",
+            conex="convolution:ConEx",
+            aconex="convolution:AConEx",
+            convq="convolution:ConvQ",
+            convo="convolution:ConvO",
+            coke="transformer:CoKE",
+            lfmult="algebra:LFMult",
+            rote="rotational:RotE",
+            roth="hyperbolic:RotH",
+            meim="bilinear:MEIM",
+            operator="operators:Operator",
+        ),
         "self, *args, **kwargs, and call super().__init__(*args, **kwargs)",
     ),
     "loss": Kind(
         "loss.name",
         "kge_torchrec.models.losses:Loss",
-        {
-            "softmax": "kge_torchrec.models.losses:SoftmaxLoss",
-            "bce": "kge_torchrec.models.losses:BinaryCrossEntropyLoss",
-            "margin": "kge_torchrec.models.losses:MarginLoss",
-            "self_adversarial": "kge_torchrec.models.losses:SelfAdversarialLoss",
-            "bpr": "kge_torchrec.models.losses:BPRLoss",
-        },
+        _classes(
+            "models.losses:",
+            softmax="SoftmaxLoss",
+            bce="BinaryCrossEntropyLoss",
+            margin="MarginLoss",
+            self_adversarial="SelfAdversarialLoss",
+            bpr="BPRLoss",
+        ),
     ),
     "regularizer": Kind(
         "loss.regularizers",
         "kge_torchrec.models.regularizers:Regularizer",
-        {
-            "n3": "kge_torchrec.models.regularizers:N3",
-            "l2": "kge_torchrec.models.regularizers:L2",
-            "lp": "kge_torchrec.models.regularizers:Lp",
-            "dura": "kge_torchrec.models.regularizers:DURA",
-            "ivr": "kge_torchrec.models.regularizers:IVR",
-        },
+        _classes("models.regularizers:", n3="N3", l2="L2", lp="Lp", dura="DURA", ivr="IVR"),
     ),
     "table_optimizer": Kind(
         "train.optimizer",
         "kge_torchrec.embeddings.optimizers:RowOptimizer",
-        {
-            "adam": "kge_torchrec.embeddings.optimizers:Adam",
-            "rowwise_adam": "kge_torchrec.embeddings.optimizers:RowwiseAdam",
-            "adagrad": "kge_torchrec.embeddings.optimizers:Adagrad",
-            "rowwise_adagrad": "kge_torchrec.embeddings.optimizers:RowwiseAdagrad",
-            "sgd": "kge_torchrec.embeddings.optimizers:SGD",
-        },
+        _classes(
+            "embeddings.optimizers:",
+            adam="Adam",
+            rowwise_adam="RowwiseAdam",
+            adagrad="Adagrad",
+            rowwise_adagrad="RowwiseAdagrad",
+            sgd="SGD",
+        ),
     ),
     "schedule": Kind(
         "train.schedule",
         "kge_torchrec.training.schedules:Schedule",
-        {
-            "constant": "kge_torchrec.training.schedules:Constant",
-            "linear": "kge_torchrec.training.schedules:Linear",
-            "cosine": "kge_torchrec.training.schedules:Cosine",
-            "exponential": "kge_torchrec.training.schedules:Exponential",
-            "plateau": "kge_torchrec.training.schedules:Plateau",
-        },
+        _classes(
+            "training.schedules:",
+            constant="Constant",
+            linear="Linear",
+            cosine="Cosine",
+            exponential="Exponential",
+            plateau="Plateau",
+        ),
         "self, options, warmup_steps, total_steps and steps_per_epoch",
     ),
     "reader": Kind("data.reader", "kge_torchrec.data.readers:Reader", {}),
     "negative_sampler": Kind(
         "negatives.sampling",
         "kge_torchrec.data.negatives:NegativeSampler",
-        {
-            "uniform": "kge_torchrec.data.negatives:UniformSampler",
-            "degree": "kge_torchrec.data.negatives:DegreeSampler",
-        },
+        _classes("data.negatives:", uniform="UniformSampler", degree="DegreeSampler"),
         "self, store and options",
     ),
 }
@@ -175,17 +168,13 @@ def resolve(kind: str, name: str) -> Any:
     return loaded
 
 
-def construct(kind: str, name: str, *args: Any, **named: Any) -> Any:
-    """Return an instance of the class of a name.
+def construct(kind: str, part: str | type, *args: Any, **named: Any) -> Any:
+    """Return an instance of a class, or of the class of a name.
 
     Raises:
         ConfigError: The class cannot be found, or its ``__init__`` takes other arguments.
     """
-    return construct_class(kind, resolve(kind, name), *args, **named)
-
-
-def construct_class(kind: str, cls: type, *args: Any, **named: Any) -> Any:
-    """Return an instance of a class that ``resolve`` returned, with the errors of ``construct``."""
+    cls = resolve(kind, part) if isinstance(part, str) else part
     try:
         inspect.signature(cls).bind(*args, **named)
     except TypeError as error:
@@ -227,24 +216,18 @@ def check_imports(values: Mapping[str, Any], where: Path) -> None:
     Raises:
         ConfigError: The message names the key, the class and how to allow it.
     """
-    for key, name in _names_in(values):
-        module = str(name).partition(":")[0]
-        if ":" in str(name) and module not in sys.modules:
-            raise ConfigError(
-                f"{key}: {where} names the class {name}, and reading it runs the code of {module}. "
-                f"If you trust that code, add --allow-import {module} (in Python, import {module} "
-                "first)"
-            )
-
-
-def _names_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that name classes, and each name."""
-    for kind in KINDS.values():
-        named = values.get(kind.key)
-        yield from ((kind.key, name) for name in (named if isinstance(named, dict) else [named]))
-    for table in (values.get("entities.tables") or {}).values():
-        if isinstance(table, dict):
-            yield "entities.tables", table.get("optimizer")
+    named = [(kind.key, values.get(kind.key)) for kind in KINDS.values()]
+    tables = (values.get("entities.tables") or {}).values()
+    named += [("entities.tables", x.get("optimizer")) for x in tables if isinstance(x, dict)]
+    for key, names in named:
+        for name in map(str, names if isinstance(names, dict) else [names]):
+            module = name.partition(":")[0]
+            if ":" in name and module not in sys.modules:
+                raise ConfigError(
+                    f"{key}: {where} names the class {name}, and reading it runs the code of "
+                    f"{module}. If you trust that code, add --allow-import {module} (in Python, "
+                    f"import {module} first)"
+                )
 
 
 def is_built_in(kind: str, name: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.placement import check_placement
+from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
@@ -190,9 +190,79 @@ RULES: list[tuple[Callable[[Config], Any], str]] = [
 ]
 
 
+# Where the table lies on disk, or in main memory with a cache on the GPU: the key of a setting that
+# does not go with it, when it does not, and what to use.
+_NOT_ON_DISK: list[tuple[str, Callable[[Config], Any], str]] = [
+    (
+        "negatives.regime",
+        lambda c: c.negatives.regime != "sampled",
+        "sampled: otherwise every entity is a candidate, and only some are in memory",
+    ),
+    (
+        "negatives.sampling",
+        lambda c: c.negatives.sampling != "uniform",
+        "uniform: candidates are entities of the parts in memory, all alike",
+    ),
+    (
+        "negatives.among",
+        _restricts,
+        "all: candidates are entities of the parts in memory, of any type",
+    ),
+    (
+        "negatives.log_q",
+        lambda c: c.negatives.log_q,
+        "false: chances are known for the whole graph, not for the parts in memory",
+    ),
+    (
+        "entities.tables",
+        lambda c: c.entities.tables is not None,
+        "null: parts are cut from one table",
+    ),
+    ("train.extension.freeze", lambda c: c.freezes, "none: rows change their places in memory"),
+    (
+        "train.averaging",
+        lambda c: c.train.averaging != "none",
+        "none: an average would need a second table",
+    ),
+    (
+        "train.pipeline",
+        lambda c: c.train.pipeline not in ("auto", "loop"),
+        "auto or loop: a batch that is sent ahead may need parts that are not there yet",
+    ),
+    ("train.batches", lambda c: c.train.batches not in ("auto", "cpu"), "auto or cpu"),
+]
+_NOT_CACHED: list[tuple[str, Callable[[Config], Any], str]] = [
+    (
+        "entities.engine",
+        lambda c: c.entities.engine != "torchrec",
+        "torchrec: the cache is FBGEMM's",
+    ),
+    (
+        "negatives.regime",
+        lambda c: c.negatives.is_full,
+        "sampled or kvssample: otherwise every step reads and updates all rows",
+    ),
+    (
+        "entities.tables",
+        lambda c: c.entities.tables is not None,
+        "null: tables of node types are one block of the GPU's memory",
+    ),
+    (
+        "train.averaging",
+        lambda c: c.train.averaging != "none",
+        "none: an average would need a second table",
+    ),
+]
+
+
 def check_rules(config: Config) -> None:
     """Raise ConfigError for settings that do not go together."""
-    check_placement(config)
+    placement = config.entities.placement
+    for key, holds, remedy in {"disk": _NOT_ON_DISK, MANAGED: _NOT_CACHED}.get(placement, []):
+        if holds(config):
+            raise ConfigError(
+                f"{key}: entities.placement {placement} does not go with this; use {remedy}"
+            )
     for holds, message in RULES:
         if holds(config):
             raise ConfigError(message.format(**vars(config)))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kge_torchrec.config.checks import ConfigError, not_negative
-from kge_torchrec.config.registry import construct_class
+from kge_torchrec.config.registry import construct
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
 from kge_torchrec.kernels.library import arrays
@@ -110,7 +110,7 @@ class NegativeSampler:
     @classmethod
     def of(cls, store: TripleStore, options: Any) -> NegativeSampler:
         """Return the sampler for a graph; by default constructed with both arguments."""
-        return construct_class("negative_sampler", cls, store, options)
+        return construct("negative_sampler", cls, store, options)
 
     @classmethod
     def frequency_power(cls, options: Any) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kge_torchrec.config.data import SPLITTERS, SplitOptions
+from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.sort import CHUNK, chunks, id_counts, pieces, scratch_array
@@ -82,7 +82,7 @@ class Split:
         """Return what a store reports: options, and by time the last time of each split."""
         by = self.options.by
         options = asdict(self.options) | {"ratio": list(self.options.ratio), "seed": self.seed}
-        names = [*SPLITTERS[by], *(["seed"] if by != "time" else [])]
+        names = ["count" if by == "last" else "ratio", *(["seed"] if by != "time" else [])]
         results = {"by": by, **{name: options[name] for name in names}}
         if by == "time":
             assert times is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
 from kge_torchrec.config.keys import key
-from kge_torchrec.config.registry import construct_class, resolve
+from kge_torchrec.config.registry import construct, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -351,6 +351,6 @@ def make_optimizer(
         kind = _VARIANTS[preset, kind]
     if kind.step is RowOptimizer.step:
         raise ConfigError(f"train.optimizer: {name} has no step; give it one")
-    made: RowOptimizer = construct_class("table_optimizer", kind, **options)
+    made: RowOptimizer = construct("table_optimizer", kind, **options)
     made.name, made.lr = name, lr
     return made
