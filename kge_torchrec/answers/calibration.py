@@ -4,22 +4,18 @@
     isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
                                         with linear interpolation
 
-A probability of p means: of triples like those that the curve was fitted to, the share p is
-true.
+A probability of p means: of the answers that ``predict`` lists with this score, the share p is
+true. A query is a triple of a held-out split without its head, relation or tail. A listed answer is
+true if the split holds the completed triple; answers that other splits hold are not listed.
 
-The labeled scores are those of the answers that ``predict`` lists for the queries of a held-out
-split. A query is a triple of the split without its head,
-relation or tail. Its candidates are all entities, or all relations, except the answers that other
-splits hold. A listed candidate is true if the split holds the completed triple.
-
-Shapes: M scores of triples, B queries per batch, k listed candidates per query.
+Shapes: M listed answers, B queries per batch, k answers per query.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,15 +29,16 @@ from kge_torchrec.data import SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
-from kge_torchrec.models.scorers.base import SIDES
 from kge_torchrec.trained_model import TrainedModel
 
 Method = Literal["platt", "isotonic"]
-METHODS = ("platt", "isotonic")
 FILE = "calibration.json"
 BOTH = "both"  # key of the common curve, used if head and tail query give the same score
 TIE = 1e-6  # largest difference of probabilities inside one step of an isotonic curve
 BINS = 15  # bins of the expected calibration error, the default of Guo et al. 2017
+STEPS_FROM = 1000  # answers per curve from which the curves are isotonic
+QUERIES = 512  # queries per batch
+RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,7 @@ class Calibration:
 
     def write(self, folder: Path) -> None:
         """Write ``FILE`` into the folder of a run or an export."""
-        curves = {side: _form(self.method, curve) for side, curve in self.curves.items()}
-        value = {"method": self.method, "curves": curves, "step": self.step,
-                 "data": self.data, "about": dict(self.about)}  # fmt: skip
-        files.write_json(folder / FILE, value)
+        files.write_json(folder / FILE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> Calibration | None:
@@ -125,12 +119,6 @@ class Calibration:
                 f"{file} is damaged ({error}); remove it, or write it again with "
                 "`kge-torchrec calibrate`"
             ) from error
-
-
-def _form(method: str, curve: Curve) -> dict[str, Any]:
-    if method == "platt":
-        return {"slope": curve.slope, "intercept": curve.intercept}
-    return {"scores": curve.scores, "probabilities": curve.probabilities}
 
 
 def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
@@ -163,23 +151,20 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
     return Curve(slope=slope, intercept=float(line.intercept_[0]) - slope * centre)
 
 
-def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Return the expected calibration error over ``BINS`` bins of equal width.
+def errors(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the mean probability and the errors of probabilities (M,) of labels (M,).
 
-    This is the mean, over the answers in the bins, of |mean probability - share of true triples|.
-    All arguments are (M,). Source: Guo et al. 2017, On Calibration of Modern Neural Networks.
+    The expected calibration error is the mean over ``BINS`` bins of equal width, weighted by their
+    answers, of |mean probability - share of true answers| (Guo et al. 2017). The Brier score is the
+    mean squared difference of probabilities and labels (Brier 1950).
     """
     bins = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, probabilities - labels, BINS)
-    return float(np.abs(gaps).sum() / len(labels))
-
-
-def brier_score(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean squared difference of probabilities and labels (Brier 1950).
-
-    All arguments are (M,).
-    """
-    return float(((probabilities - labels) ** 2).mean())
+    return {
+        "mean_probability": float(probabilities.mean()),
+        "expected_calibration_error": float(np.abs(gaps).sum() / len(labels)),
+        "brier_score": float(((probabilities - labels) ** 2).mean()),
+    }
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -188,97 +173,68 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-STEPS_FROM = 1000  # labeled scores per curve from which the curves are isotonic
-QUERIES = 512  # queries per batch
-RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
-
-Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bool
-
-
 def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -> Calibration:
     """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
     ``about`` of the result has the errors on test before and after the calibration. The
     probability before is the sigmoid of the score.
     """
-    at_least("top", top, 1)
-    at_least("limit", limit, 1)
-    at_least("seed", seed, 0)
+    for name, value, least in (("top", top, 1), ("limit", limit, 1), ("seed", seed, 0)):
+        at_least(name, value, least)
     store = model.known("calibrating")
-    test = _listed(model, "test", top, limit, 2 * seed + 1) if len(store.test) else None
-    queries, valid = _listed(model, "valid", top, limit, 2 * seed)
+    test: dict[str, Listed] = {}
+    if len(store.test):
+        test = {part: listed(model, "test", part, top, limit, 2 * seed + 1) for part in PARTS}
+    valid: dict[str, Listed] = {
+        part: listed(model, "valid", part, top, limit, 2 * seed) for part in PARTS
+    }
+    queries = sum(answers.queries for answers in valid.values())
     if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
-        valid = _joined(valid)
+        heads, tails = valid.pop("head"), valid.pop("tail")
+        scores, labels = (np.concatenate(pair) for pair in zip(heads[1:], tails[1:], strict=True))
+        valid = {BOTH: Listed(heads.queries + tails.queries, scores, labels), **valid}
 
     @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
-        fewest = min(len(labels) for _, labels in valid.values())
+        fewest = min(len(answers.labels) for answers in valid.values())
         method: Method = "isotonic" if fewest >= STEPS_FROM else "platt"
         curves = {
             part: fit(method, scores, labels)
-            for part, (scores, labels) in valid.items()
+            for part, (_, scores, labels) in valid.items()
             if part != "relation" or (labels.any() and not labels.all())
         }
         about: dict[str, Any] = {
             "method": method, "top": top, "limit": limit, "seed": seed, "valid_queries": queries
         }  # fmt: skip
         made = Calibration(method, curves, step, store.fingerprint, about)
-        if test is not None:
-            about["test"] = {"queries": test[0], **_errors(made, test[1])}
+        if test:
+            labels = np.concatenate([answers.labels for answers in test.values()])
+            raw = [sigmoid(answers.scores.astype(np.float64)) for answers in test.values()]
+            own = [made.probabilities(answers.scores, part) for part, answers in test.items()]
+            before, after = (errors(np.concatenate(values), labels) for values in (raw, own))
+            about["test"] = {
+                "queries": sum(answers.queries for answers in test.values()),
+                "candidates": len(labels),
+                "true": float(labels.mean()),
+                **{name: {"before": before[name], "after": after[name]} for name in before},
+            }
         return made
 
     return on_first_rank(model.processes, fitted)
 
 
-def _listed(
-    model: TrainedModel, split: str, top: int, limit: int, seed: int
-) -> tuple[int, dict[str, Scored]]:
-    """Return the number of queries of a split, and their listed answers by missing part."""
-    candidates = {
-        missing: candidate_answers(model, split, missing, top, limit, seed) for missing in PARTS
-    }
-    scored: dict[str, Scored] = {
-        missing: (answers.scores, answers.labels) for missing, answers in candidates.items()
-    }
-    return sum(answers.queries for answers in candidates.values()), scored
-
-
-def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
-    """Merge both sides into one entry; keep the entry for relations."""
-    scores, labels = zip(*(scored[side] for side in SIDES), strict=True)
-    rest = {part: entry for part, entry in scored.items() if part not in SIDES}
-    return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
-
-
-def _errors(made: Calibration, scored: Mapping[str, Scored]) -> dict[str, Any]:
-    """Return the mean probability and the calibration errors, before and after."""
-    labels = np.concatenate([labels for _, labels in scored.values()])
-    before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])
-    after = np.concatenate(
-        [made.probabilities(scores, part) for part, (scores, _) in scored.items()]
-    )
-    errors: dict[str, Any] = {"candidates": len(labels), "true": float(labels.mean())}
-    for name, measure in (
-        ("mean_probability", lambda probabilities, _: float(probabilities.mean())),
-        ("expected_calibration_error", expected_calibration_error),
-        ("brier_score", brier_score),
-    ):
-        errors[name] = {"before": measure(before, labels), "after": measure(after, labels)}
-    return errors
-
-
-class CandidateAnswers(NamedTuple):
-    """The M listed candidates of all distinct queries of a split."""
+class Listed(NamedTuple):
+    """The M listed answers to all queries of a split that miss the same part."""
 
     queries: int
     scores: np.ndarray  # (M,) float32
     labels: np.ndarray  # (M,) bool, True for true answers
 
 
-def candidate_answers(
+def listed(
     model: TrainedModel, split: str, missing: Part, top: int, limit: int, seed: int
-) -> CandidateAnswers:
-    """Return the ``top`` best candidates of each query of a held-out split. Collective.
+) -> Listed:
+    """Return the ``top`` best answers to each distinct query of a held-out split. Collective.
 
     A split with more queries than ``limit`` is sampled. Relation queries have the additional limit
     ``RELATION_QUERIES``.
@@ -306,4 +262,4 @@ def candidate_answers(
             scores.append(best.numpy()[is_listed])
             labels.append(are_known(own, missing, batch, ids.numpy())[is_listed])
             bar.update(len(batch))
-    return CandidateAnswers(len(queries), np.concatenate(scores), np.concatenate(labels))
+    return Listed(len(queries), np.concatenate(scores), np.concatenate(labels))

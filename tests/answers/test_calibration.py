@@ -12,17 +12,17 @@ from kge_torchrec import api, load_model
 from kge_torchrec.answers import calibration
 from kge_torchrec.answers.calibration import (
     FILE,
-    METHODS,
     Calibration,
     Curve,
-    brier_score,
-    candidate_answers,
-    expected_calibration_error,
+    errors,
     fit,
+    listed,
 )
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import SPLITS
 from kge_torchrec.errors import DataError, KGEError
+
+METHODS = ("platt", "isotonic")
 
 
 def sample(count=20_000, seed=0):
@@ -43,9 +43,9 @@ def test_known_curve_is_recovered(method):
     assert np.abs(results - true).mean() < 0.015
     assert np.all(np.diff(curve.at(np.sort(fresh))) >= 0)
     raw = 1 / (1 + np.exp(-fresh.astype(np.float64)))
-    assert expected_calibration_error(results, labels) < 0.02
-    assert expected_calibration_error(raw, labels) > 0.08
-    assert brier_score(results, labels) < brier_score(raw, labels)
+    before, after = errors(raw, labels), errors(results, labels)
+    assert after["expected_calibration_error"] < 0.02 < 0.08 < before["expected_calibration_error"]
+    assert after["brier_score"] < before["brier_score"]
     special = curve.at(np.array([np.inf, -np.inf, np.nan, 1e30]))
     assert special[0] > 0.99 and special[3] > 0.99 and special[1] == special[2] < 0.01
     if method == "platt":
@@ -56,9 +56,10 @@ def test_calibration_errors_match_hand_computation():
     probabilities, labels = np.array([0.9, 0.92, 0.1, 1.0]), np.array([True, False, False, True])
     # Bins of 1/15: 0.9 and 0.92 lie in one, 0.1 and 1.0 in others.
     expected = (abs(0.9 - 1 + 0.92) + 0.1 + 0) / 4
-    assert expected_calibration_error(probabilities, labels) == pytest.approx(expected)
     squares = (0.01 + 0.92**2 + 0.01 + 0) / 4
-    assert brier_score(probabilities, labels) == pytest.approx(squares)
+    assert errors(probabilities, labels) == pytest.approx(
+        {"mean_probability": 0.73, "expected_calibration_error": expected, "brier_score": squares}
+    )
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_calibrated_run_has_probabilities(own, tmp_path, method, monkeypatch):
     ]
 
 
-def test_candidate_answers_match_predict(own):
+def test_listed_answers_match_predict(own):
     """Each distinct query of test lists its best answers, without those of train and valid."""
     model, store = own.model, own.model.store
     known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
@@ -115,10 +116,10 @@ def test_candidate_answers_match_predict(own):
             left = [(a.score, t in known["test"]) for a, t in zip(answers, whole, strict=True)
                     if t not in known["train"] | known["valid"]]  # fmt: skip
             expected += left[:4]
-        results = candidate_answers(model, "test", missing, 4, 1000, 0)
+        results = listed(model, "test", missing, 4, 1000, 0)
         pairs = zip(results.scores.tolist(), results.labels.tolist(), strict=True)
         assert sorted(pairs) == sorted(expected) and results.queries > 5
-        assert candidate_answers(model, "test", missing, 4, 3, 0).queries == 3
+        assert listed(model, "test", missing, 4, 3, 0).queries == 3
 
 
 def test_probabilities_match_the_share_of_true_answers(own, monkeypatch):
@@ -126,7 +127,7 @@ def test_probabilities_match_the_share_of_true_answers(own, monkeypatch):
     monkeypatch.setattr(calibration, "STEPS_FROM", 10)
     made = own.calibrate(top=5)
     for missing, curve in made.curves.items():
-        answers = candidate_answers(own.model, "valid", missing, 5, 1000, 0)
+        answers = listed(own.model, "valid", missing, 5, 1000, 0)
         results = curve.at(answers.scores)
         assert results.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
     own_share = made.about["test"]["mean_probability"]["after"]

@@ -8,7 +8,7 @@ import pytest
 from training_runs import config_of
 
 from kge_torchrec import api, load_model
-from kge_torchrec.answers.calibration import candidate_answers
+from kge_torchrec.answers.calibration import listed as listed_answers
 from kge_torchrec.errors import DataError
 from kge_torchrec.ranking import candidates
 
@@ -51,7 +51,7 @@ def test_calibration_is_fitted_to_answers_that_predict_lists(typed):
     model = typed.model
     store = model.store
     heads = {tuple(row[:2]) for row in store.valid.tolist()}
-    own = candidate_answers(model, "valid", "tail", 100, 1000, 0)
+    own = listed_answers(model, "valid", "tail", 100, 1000, 0)
     valid = {tuple(row) for row in store.valid.tolist()}
     listed = []
     for head, relation in sorted(heads):
