@@ -17,6 +17,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED, PlacementOptions
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import amount
+from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.plan import Plan
 
 PARTS = (8, 16, 32, 64, 128, 256)
@@ -87,7 +88,7 @@ def _split_dense(plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _devices(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield the smallest number of these devices that fits, or the largest that was tried."""
     larger = plan.cluster.larger
-    first = _first(larger, lambda cluster: plan.changed({}, cluster=cluster))
+    first = _first(larger, lambda cluster: plan.changed({}, cluster=cluster), plan.cost)
     smallest = plan.changed({}, cluster=first or larger[-1])
     yield f"{smallest.cluster}{', the smallest number,' if first else ''}", smallest
 
@@ -101,7 +102,7 @@ def _cached(plan: Plan) -> Iterator[tuple[str, Plan]]:
         options = PlacementOptions(cache_ratio=percent / 100)
         return plan.changed({"entities.placement": MANAGED, "entities.placement_options": options})
 
-    found = _first(range(99, 0, -1), planned)
+    found = _first(range(99, 0, -1), planned, plan.cost)
     words = f"up to {found / 100:.2f}" if found else "of 0.01"
     yield f"entities.placement {MANAGED} with a cache_ratio {words}", planned(found or 1)
 
@@ -125,7 +126,7 @@ def _on_disk(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if best.fits:
         fitting = []
         for parts in PARTS:
-            buffer = _first(range(parts, 1, -1), partial(planned, parts))
+            buffer = _first(range(parts, 1, -1), partial(planned, parts), plan.cost)
             fitting += [planned(parts, buffer)] if buffer else []
         best = min(fitting, key=_added_seconds)
     cut = best.config.entities.placement_options
@@ -148,15 +149,21 @@ def _added_seconds(plan: Plan) -> float:
     return float(use["epoch_bytes"] / _DISK_SPEED + use["exchanges"] * per_step)
 
 
-def _first(sizes: Sequence[Size], planned: Callable[[Size], Plan]) -> Size | None:
+def _first(sizes: Sequence[Size], planned: Callable[[Size], Plan], most: Cost) -> Size | None:
     """Return the first size whose plan fits, if those after it do too; None if none does.
 
-    It looks in growing steps, then halves, since far sizes are slow to plan.
+    It looks in growing steps, then halves, since far sizes are slow to plan. Some scorers are slow
+    to count, so a size is counted only if it would fit without activations, and would not with
+    those of ``most``: the cost at hand, of the largest micro-batch.
     """
 
     def fits(size: Size) -> bool:
         with suppress(ConfigError):  # such as replicas that these devices cannot be split into
-            return planned(size).fits
+            plan = planned(size)
+            if not replace(plan, known_cost=Cost()).fits:
+                return False
+            # Against all entities, fewer rows may keep their scores and need more memory.
+            return (not plan.is_full and replace(plan, known_cost=most).fits) or plan.fits
         return False
 
     end = 1

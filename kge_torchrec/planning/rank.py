@@ -77,6 +77,7 @@ class Rank:
         layout: One of ``SHARDINGS``; training has row_wise.
         reserve: Share of each device's memory, and of a CPU host's, that is left free.
         known_costs: The costs of the scorer; shared by runs with the same one.
+        known_cost: The cost of a micro-batch, in place of counting it.
 
     Raises:
         ConfigError: The run, the devices and the layout do not go together.
@@ -88,6 +89,7 @@ class Rank:
     layout: str = "row_wise"
     reserve: float = 0.05
     known_costs: Costs | None = field(default=None, repr=False, compare=False)
+    known_cost: Cost | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -434,6 +436,8 @@ class Rank:
     @cached_property
     def cost(self) -> Cost:
         """The cost of scoring a micro-batch."""
+        if self.known_cost is not None:
+            return self.known_cost
         if not self.is_full:
             shape = self.batch.chunks, self.batch.triples
             return self.costs.of_batch(*shape, self.candidates, self.is_cuda)

@@ -64,6 +64,7 @@ def test_one_sufficient_change_is_advised():
 def test_hosts_help_cpus():
     plan = plan_of("2xCPU", 10**9, model__dim=32, train__optimizer="adam")
     more = next(item for item in advise(plan) if "the smallest number" in item.change)
+    assert len(plan.costs._counted) == 2  # of the run's micro-batch, and of the advised number's
     hosts = number(more.change, r"on (\d+) hosts")
     assert on(plan, 2 * hosts, hosts).fits and not on(plan, 2 * hosts - 2, hosts - 1).fits
 
