@@ -15,21 +15,8 @@ import yaml
 from kge_torchrec.config.checks import ConfigError, between, choice, least
 from kge_torchrec.config.data import DataConfig, NegativesConfig
 from kge_torchrec.config.entities import ENGINE_NAMES, INIT_NAMES, EntitiesConfig
-from kge_torchrec.config.keys import (
-    PER_START,
-    Condition,
-    Facts,
-    check_values,
-    declared,
-    fixed,
-    key,
-)
-from kge_torchrec.config.model import (
-    SCORER_NAMES,
-    DenseConfig,
-    LossConfig,
-    ModelConfig,
-)
+from kge_torchrec.config.keys import PER_START, Condition, Facts, Section, declared, fixed, key
+from kge_torchrec.config.model import SCORER_NAMES, DenseConfig, LossConfig, ModelConfig
 from kge_torchrec.config.registry import is_built_in
 from kge_torchrec.config.rules import check_rules
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
@@ -76,7 +63,7 @@ def _leaves_open(config: Any, _: Facts) -> bool:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """The config of a run, with one field per section."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -128,7 +115,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        check_values(self, "")
+        super().__post_init__()
         check_rules(self)
 
     @property

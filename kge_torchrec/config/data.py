@@ -7,23 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config.checks import (
-    PICKED,
-    PickedInt,
-    between,
-    choice,
-    least,
-)
+from kge_torchrec.config.checks import PICKED, PickedInt, between, choice, least
 from kge_torchrec.config.keys import (
     Condition,
     Part,
     Resume,
-    check_values,
+    Section,
     fixed,
     key,
     only_with,
     only_without,
-    options_in,
 )
 from kge_torchrec.config.registry import check_name
 
@@ -91,17 +84,12 @@ class LabelOptions:
         "the triples (entity2id.txt, entities.dict, entity_ids.del, ...), if they have its ids.",
     )
     relations: str | None = reading_key(
-        None,
-        "File of the ids and labels of relations; none and null as for entities.",
+        None, "File of the ids and labels of relations; none and null as for entities."
     )
     id_column: int | str | None = reading_key(
-        None,
-        "Column of the ids, by name or position from 0; null: the one of numbers.",
+        None, "Column of the ids, by name or position from 0; null: the one of numbers."
     )
-    label_column: int | str | None = reading_key(
-        None,
-        "Column of the labels; null: the other one.",
-    )
+    label_column: int | str | None = reading_key(None, "Column of the labels; null: the other one.")
 
 
 @dataclass(frozen=True)
@@ -112,8 +100,10 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """The source of the triples and how it is read."""
+
+    prefix = "data."
 
     path: str = key(
         "countries",
@@ -134,12 +124,10 @@ class DataConfig:
         "relations from a column. null: known words, or the order.",
     )
     relation: str | None = reading_key(
-        None,
-        "The relation of all triples, for files of two columns; null: a column has it.",
+        None, "The relation of all triples, for files of two columns; null: a column has it."
     )
     has_header: bool | None = reading_key(
-        None,
-        "Whether text files start with a header; null: recognized by its first lines.",
+        None, "Whether text files start with a header; null: recognized by its first lines."
     )
     separator: str = reading_key(
         "",
@@ -159,13 +147,10 @@ class DataConfig:
         "between tabs or blanks. false reads quotes as text.",
     )
     comments: str = reading_key(
-        "",
-        "Start of lines that are left out, such as #; empty: no line is.",
+        "", "Start of lines that are left out, such as #; empty: no line is."
     )
     skip: int = reading_key(
-        0,
-        "Lines at the start of text files that are left out.",
-        check=least(0),
+        0, "Lines at the start of text files that are left out.", check=least(0)
     )
     bad_lines: str = reading_key(
         "error",
@@ -186,8 +171,7 @@ class DataConfig:
         check=choice("drop", "keep"),
     )
     allow_unseen_relations: bool = reading_key(
-        False,
-        "Accept relations that occur only in valid or test.",
+        False, "Accept relations that occur only in valid or test."
     )
     weights: str = key(
         "ignore",
@@ -209,20 +193,16 @@ class DataConfig:
         "(genres, tags, words) are added to those of entities; null: none.",
     )
     reader: str | None = reading_key(
-        None,
-        "package.module:Class that reads the files; null: chosen by their names.",
+        None, "package.module:Class that reads the files; null: chosen by their names."
     )
     reader_options: dict[str, Any] = key(
-        dict,
-        "Options of data.reader.",
-        resume=IN_STORE,
-        part=Part("reader", "reader", NoOptions),
+        dict, "Options of data.reader.", resume=IN_STORE, part=Part("reader", "reader", NoOptions)
     )
 
     def __post_init__(self) -> None:
-        check_values(self, "data.")
+        super().__post_init__()
         if self.reader is not None:
-            options_in(self, "reader_options", "data.")  # some may have no default
+            self.options_in("reader_options")  # some may have no default
 
 
 _SAMPLED = only_with("negatives.regime", "sampled")
@@ -258,8 +238,10 @@ class Among:
 
 
 @dataclass(frozen=True)
-class NegativesConfig:
+class NegativesConfig(Section):
     """The entities that a positive is compared with."""
+
+    prefix = "negatives."
 
     regime: str = key(
         "sampled",
@@ -350,7 +332,7 @@ class NegativesConfig:
     )
 
     def __post_init__(self) -> None:
-        check_values(self, "negatives.")
+        super().__post_init__()
         check_name("negative_sampler", self.sampling)
         if self.sampling not in ("uniform", "degree"):
             self.sampler_options()
@@ -376,7 +358,7 @@ class NegativesConfig:
 
     def sampler_options(self) -> Any:
         """Return the sampling's ``Options``."""
-        return options_in(self, "options", "negatives.")
+        return self.options_in("options")
 
     @property
     def examples(self) -> str:

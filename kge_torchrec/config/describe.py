@@ -10,14 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, type_of
-from kge_torchrec.config.options import (
-    as_yaml,
-    hints,
-    in_words,
-    members,
-    options_help,
-    settings_of,
-)
+from kge_torchrec.config.options import as_yaml, hints, in_words, members, options_help, settings_of
 from kge_torchrec.config.registry import KINDS, resolve
 
 _PAGE = """\

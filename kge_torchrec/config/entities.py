@@ -14,13 +14,7 @@ from kge_torchrec.config.checks import (
     least,
     positive,
 )
-from kge_torchrec.config.keys import (
-    Resume,
-    check_values,
-    fixed,
-    key,
-    only_with,
-)
+from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import check_name, resolve
 from kge_torchrec.config.sizing import rate_of, scale_of
@@ -111,9 +105,7 @@ class TypeTable:
         dict, "Options of the optimizer; null: those of train, unless an optimizer is given here."
     )
     init: PickedText = key(
-        PICKED,
-        "Distribution of the initial values; null: model.init.",
-        check=choice(*INIT_NAMES),
+        PICKED, "Distribution of the initial values; null: model.init.", check=choice(*INIT_NAMES)
     )
     init_scale: PickedFloat = key(
         PICKED,
@@ -162,8 +154,10 @@ class TypeTable:
 
 
 @dataclass(frozen=True)
-class EntitiesConfig:
+class EntitiesConfig(Section):
     """The backend that holds the entity table."""
+
+    prefix = "entities."
 
     engine: str = key(
         "torchrec",
@@ -204,7 +198,7 @@ class EntitiesConfig:
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
-        check_values(self, "entities.")
+        super().__post_init__()
 
     @property
     def on_disk(self) -> bool:

@@ -3,7 +3,7 @@
     batch_size: int = key(512, "Queries scored at once.", check=least(1))
 
 The dataclass field is the only place where a key is described. Its help goes into ``train --help``
-and the docs; ``check_values`` applies its check; ``check_effects`` refuses a value without effect;
+and the docs; ``Section`` applies its check; ``check_effects`` refuses a value without effect;
 ``check_resume`` refuses a change that a resumed run could not follow.
 
 A field whose default is made by a dataclass is a group of keys, such as ``model.dropout``. A key
@@ -96,11 +96,6 @@ class Part(NamedTuple):
     field: str
     otherwise: Any = None
 
-    def owner(self, section: Any) -> Any:
-        """Return the class that the section names."""
-        name = getattr(section, self.field)
-        return self.otherwise if name is None else resolve(self.kind, name)
-
 
 class Key(NamedTuple):
     """The metadata of a key's field."""
@@ -168,41 +163,43 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     return cls(**made)
 
 
-def check_values(section: Any, prefix: str) -> None:
-    """Apply the check of every key of a section and its groups; give options of parts their types.
+class Section:
+    """Base of a section of keys: checks the values when it is made, and types options of parts.
 
-    Raises:
-        ConfigError: A value is out of range, or an option is unknown.
+    Raises ConfigError for a value that is out of range, and for an unknown option.
     """
-    for item in fields(section):
-        name, value, group = prefix + item.name, getattr(section, item.name), group_of(item)
-        if group is not None:
-            if isinstance(value, Mapping):  # as Python code may give it
-                value = parse_options(group, value, name)
-                object.__setattr__(section, item.name, value)
-            check_values(value, f"{name}.")
-        elif "key" in item.metadata:
-            rules = key_of(item)
-            if rules.check is not None and value is not None:
-                rules.check(name, value)
-            if rules.part is not None and value:
-                chosen = [option for option in value if value[option] is not None]
-                options = options_in(section, item.name, prefix)
-                value = {option: getattr(options, option) for option in chosen}
-                object.__setattr__(section, item.name, value)
 
+    prefix = ""  # name of the section and a dot
 
-def options_in(section: Any, name: str, prefix: str) -> Any:
-    """Return the options of a part, with their defaults, as its ``Options``.
+    def __post_init__(self) -> None:
+        self._check_values(self, self.prefix)
 
-    Args:
-        section: The section of the config.
-        name: The field that holds the options.
-        prefix: Name of the section and a dot, for messages.
-    """
-    part = key_of(section.__dataclass_fields__[name]).part
-    assert part is not None
-    return parse_options(part.owner(section), getattr(section, name), f"{prefix}{name}")
+    def _check_values(self, group: Any, prefix: str) -> None:
+        for item in fields(group):
+            name, value, made_by = prefix + item.name, getattr(group, item.name), group_of(item)
+            if made_by is not None:
+                if isinstance(value, Mapping):  # as Python code may give it
+                    value = parse_options(made_by, value, name)
+                    object.__setattr__(group, item.name, value)
+                if not isinstance(value, Section):
+                    self._check_values(value, f"{name}.")
+            elif "key" in item.metadata:
+                rules = key_of(item)
+                if rules.check is not None and value is not None:
+                    rules.check(name, value)
+                if rules.part is not None and value:
+                    chosen = [option for option in value if value[option] is not None]
+                    options = self.options_in(item.name)
+                    value = {option: getattr(options, option) for option in chosen}
+                    object.__setattr__(group, item.name, value)
+
+    def options_in(self, name: str) -> Any:
+        """Return the options of a part that a field holds, with defaults, as its ``Options``."""
+        part = key_of(self.__dataclass_fields__[name]).part  # type: ignore[attr-defined]
+        assert part is not None
+        named = getattr(self, part.field)
+        owner = part.otherwise if named is None else resolve(part.kind, named)
+        return parse_options(owner, getattr(self, name), f"{self.prefix}{name}")
 
 
 @cache
@@ -274,7 +271,7 @@ def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str,
         if rules.part is None or not value:
             continue
         group, _, own = name.rpartition(".")
-        options = options_in(attrgetter(group)(config), own, f"{group}.")
+        options = attrgetter(group)(config).options_in(own)
         for item in fields(options):
             if item.name in value and "key" in item.metadata:
                 yield f"{name}.{item.name}", getattr(options, item.name), item
@@ -285,7 +282,7 @@ def _complete(config: Config, name: str) -> Any:
     if key_of(declared(config.__class__)[name]).part is None:
         return attrgetter(name)(config)
     section, _, key = name.rpartition(".")
-    return asdict(options_in(attrgetter(section)(config), key, f"{section}."))
+    return asdict(attrgetter(section)(config).options_in(key))
 
 
 def all_values(config: Config) -> dict[str, Any]:
@@ -301,9 +298,7 @@ def all_values(config: Config) -> dict[str, Any]:
 
 
 def check_effects(
-    config: Config,
-    facts: Facts = Facts(),
-    keys: Iterable[str] | None = None,
+    config: Config, facts: Facts = Facts(), keys: Iterable[str] | None = None
 ) -> None:
     """Raise ConfigError for a key that was set and has no effect.
 

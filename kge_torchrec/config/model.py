@@ -18,16 +18,7 @@ from kge_torchrec.config.checks import (
     positive,
 )
 from kge_torchrec.config.entities import INIT_NAMES
-from kge_torchrec.config.keys import (
-    Part,
-    check_values,
-    default_of,
-    fixed,
-    key,
-    only_with,
-    only_without,
-    options_in,
-)
+from kge_torchrec.config.keys import Part, Section, default_of, fixed, key, only_with, only_without
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 
@@ -80,8 +71,10 @@ class Vectors:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The scorer and its parameters."""
+
+    prefix = "model."
 
     scorer: str = key(
         "complex",
@@ -147,13 +140,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scorer", canonical(self.scorer))
         check_name("scorer", self.scorer)
-        check_values(self, "model.")
+        super().__post_init__()
         if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
             self._check_scorer()  # loads torch, which a help text of defaults does without
 
     def _check_scorer(self) -> None:
         scorer = resolve("scorer", self.scorer)
-        options = options_in(self, "options", "model.")
+        options = self.options_in("options")
         if self.dropout.hidden and scorer.measures_distance(options):
             raise ConfigError(
                 f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
@@ -165,12 +158,14 @@ class ModelConfig:
 
     def scorer_options(self) -> dict[str, Any]:
         """Return the scorer's own options, with their defaults."""
-        return asdict(options_in(self, "options", "model."))
+        return asdict(self.options_in("options"))
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section):
     """The loss of a query and the penalties on touched rows."""
+
+    prefix = "loss."
 
     name: str = key(
         "softmax",
@@ -203,14 +198,14 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_name("loss", self.name)
-        check_values(self, "loss.")
+        super().__post_init__()
         if self.name != "softmax":
             self.loss_options()  # loads torch, which a help text of defaults does without
         self.regularizer_options()
 
     def loss_options(self) -> Any:
         """Return the loss's ``Options``."""
-        return options_in(self, "options", "loss.")
+        return self.options_in("options")
 
     @property
     def sums_answers(self) -> bool:
@@ -273,8 +268,10 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
-class DenseConfig:
+class DenseConfig(Section):
     """The distribution of the dense parameters (all parameters of the scorer) over the ranks."""
+
+    prefix = "dense."
 
     wrapper: str = key(
         "auto",
@@ -284,6 +281,3 @@ class DenseConfig:
     )
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")
     options: DenseOptions = field(default_factory=DenseOptions)
-
-    def __post_init__(self) -> None:
-        check_values(self, "dense.")

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kge_torchrec.config.checks import check_url, choice, least
-from kge_torchrec.config.keys import (
-    PER_START,
-    Resume,
-    check_values,
-    fixed,
-    key,
-)
+from kge_torchrec.config.keys import PER_START, Resume, Section, fixed, key
 
 
 @dataclass(frozen=True)
@@ -19,9 +13,7 @@ class Intervals:
     """Intervals of checkpoints."""
 
     epochs: int = key(
-        1,
-        "Epochs between checkpoints; 0: only the best and the last.",
-        check=least(0),
+        1, "Epochs between checkpoints; 0: only the best and the last.", check=least(0)
     )
     steps: int = key(0, "Steps between checkpoints within an epoch; 0: none.", check=least(0))
 
@@ -45,15 +37,14 @@ class SavingOptions:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """The checkpoints of a run."""
+
+    prefix = "checkpoint."
 
     every: Intervals = field(default_factory=Intervals)
     options: SavingOptions = field(default_factory=SavingOptions)
     keep: int = key(2, "Checkpoints kept besides the best one.", check=least(1))
-
-    def __post_init__(self) -> None:
-        check_values(self, "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -62,15 +53,15 @@ class Trackers:
 
     tensorboard: bool = key(True, "Write TensorBoard events.", resume=PER_START)
     wandb: str | None = key(
-        None,
-        "Project of Weights & Biases that gets the metrics too; null: none.",
-        resume=PER_START,
+        None, "Project of Weights & Biases that gets the metrics too; null: none.", resume=PER_START
     )
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section):
     """The run folder."""
+
+    prefix = "run."
 
     dir: str | None = key(
         None,
@@ -96,6 +87,3 @@ class RunConfig:
         resume=PER_START,
     )
     trackers: Trackers = field(default_factory=Trackers)
-
-    def __post_init__(self) -> None:
-        check_values(self, "run.")

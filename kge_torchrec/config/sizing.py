@@ -23,13 +23,7 @@ SIZES = ("small", "base", "large")
 DEFAULTS = ("race", "rules")
 # A race decides the keys of these sections but the free ones.  A value in one of them decides it.
 _RACED = ("model", "loss", "negatives", "train")
-_FREE = (
-    "model.dim",
-    "train.precision",
-    "train.pipeline",
-    "train.batches",
-    "train.log_every",
-)
+_FREE = ("model.dim", "train.precision", "train.pipeline", "train.batches", "train.log_every")
 _DIM = {"small": 64, "base": 256, "large": 1024}
 _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
 _EPOCHS = {"small": 0.5, "base": 1.0, "large": 1.0}

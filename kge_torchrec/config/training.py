@@ -17,16 +17,7 @@ from kge_torchrec.config.checks import (
     least,
     positive,
 )
-from kge_torchrec.config.keys import (
-    Condition,
-    Part,
-    check_values,
-    fixed,
-    key,
-    only_with,
-    only_without,
-    options_in,
-)
+from kge_torchrec.config.keys import Condition, Part, Section, fixed, key, only_with, only_without
 from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
@@ -92,8 +83,10 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """The loop and its optimizers."""
+
+    prefix = "train."
 
     epochs: PickedInt = key(
         PICKED,
@@ -188,7 +181,7 @@ class TrainConfig:
     extension: Extension = field(default_factory=Extension)
 
     def __post_init__(self) -> None:
-        check_values(self, "train.")
+        super().__post_init__()
         check_name("table_optimizer", self.optimizer)
         if self.optimizer not in OPTIMIZER_NAMES:
             self.row_optimizer_options()
@@ -196,11 +189,11 @@ class TrainConfig:
 
     def row_optimizer_options(self) -> Any:
         """Return the optimizer's ``Options``."""
-        return options_in(self, "optimizer_options", "train.")
+        return self.options_in("optimizer_options")
 
     def scheduler_options(self) -> Any:
         """Return the schedule's ``Options``."""
-        return options_in(self, "schedule_options", "train.")
+        return self.options_in("schedule_options")
 
     @property
     def computes_in_16_bits(self) -> bool:
@@ -240,8 +233,10 @@ class CandidateOptions:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Filtered ranking, during training and at its end."""
+
+    prefix = "evaluation."
 
     every: PickedInt = key(
         PICKED, "Epochs between validations; 0: never, null: about ten times.", check=least(0)
@@ -287,7 +282,7 @@ class EvaluationConfig:
     candidates_options: CandidateOptions = field(default_factory=CandidateOptions)
 
     def __post_init__(self) -> None:
-        check_values(self, "evaluation.")
+        super().__post_init__()
         if self.candidates == "fixed" and self.candidates_options.file is None:
             raise ConfigError(
                 "evaluation.candidates fixed needs evaluation.candidates_options.file (evaluate "
