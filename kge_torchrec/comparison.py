@@ -34,33 +34,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, NegativesConfig
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.entities import VARIANTS, check_variants
 from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.data.batches.queries import QuerySampleBatches
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.report import notes
 from kge_torchrec.distributed.processes import Processes, RankLost, processes
+from kge_torchrec.distributed.traffic import Traffic
 from kge_torchrec.environment import (
+    cores,
     flush_denormals,
     installed,
     peak_resident_bytes,
@@ -75,13 +73,6 @@ from kge_torchrec.training.start import begin
 from kge_torchrec.training.step import PARTS, SampledStep
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
-# name -> (entities.engine, entities.preset)
-VARIANTS = {
-    "torchrec": ("torchrec", "fbgemm"),
-    "handrolled": ("handrolled", "fbgemm"),
-    "dicee": ("handrolled", "dicee"),
-    "dgl": ("handrolled", "dgl"),
-}
 SETTLING, SPLIT = 10, 40  # steps run part by part: to compile kernels, and measured
 WARM_UP, BLOCKS = 10, 3  # steps that fill the pipeline, and timed blocks of steps
 IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
@@ -137,7 +128,7 @@ def compare(
     try:
         store = open_store(config, folder, progress=config.run.progress)
     except Exception:
-        if not any(folder.iterdir()):
+        with suppress(OSError):  # it has files
             folder.rmdir()
         raise
 
@@ -155,7 +146,6 @@ def compare(
         )
         for name, variant in configs.items()
     }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     content: dict[str, Any] = {
         "complete": False,
         "failure": None,
@@ -169,7 +159,7 @@ def compare(
             "train": len(store.train),
         },
         "machine": {
-            "cores": cores,
+            "cores": cores(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
@@ -193,22 +183,18 @@ def compare(
             yield f"{ranks}, training side by side"
             partial = folder / ".partial.json"
             try:
-                results = run_world(size, device, train_side_by_side, configs, partial)
-                content["training"][str(size)] = results[0]
-            except RankFailed:
+                run_world(size, device, train_side_by_side, configs, partial)
+            finally:
                 if partial.exists():
                     content["training"][str(size)] = json.loads(partial.read_text("utf-8"))
-                raise
-            finally:
-                partial.unlink(missing_ok=True)
-            speed: dict[str, list] = {name: [] for name in configs} if repeats else {}
+                    partial.unlink()
             for repeat in range(repeats):
                 # There and back, so that what slows down slows all of them.
                 for name in engines if repeat % 2 == 0 else engines[::-1]:
                     yield f"{ranks}, speed of {name}, repeat {repeat + 1} of {repeats}"
                     measured = run_world(size, device, measure_speed, configs[name], steps)
                     rates = measured[0]["triples_per_second"]
-                    content["speed"][str(size)] = speed
+                    speed = content["speed"].setdefault(str(size), {each: [] for each in configs})
                     speed[name].append(
                         {"repeat": repeat, "triples_per_second": rates, "ranks": measured}
                     )
@@ -240,13 +226,7 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
         ConfigError: A name is unknown or there are too few, or another setting contradicts an
             engine; the message names the variant and the key.
     """
-    for name in names:
-        if name not in VARIANTS:
-            raise ConfigError(f"--engines: {name!r} is none of {', '.join(VARIANTS)}")
-        if list(names).count(name) > 1:
-            raise ConfigError(f"--engines names {name} twice; a variant takes part once")
-    if len(names) < 2:
-        raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
+    check_variants(names)
     if config.train.schedule == "plateau":
         raise ConfigError(
             "train.schedule plateau follows validation, and a comparison validates at its end "
@@ -291,15 +271,17 @@ class RankFailed(KGEError, RuntimeError):
 def run_world(size: int, device: str, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what ``work(processes, *args)`` returns on each rank of a world of new processes.
 
-    The processes are on this host, and none of them outlives the call. On a CPU they fork from a
-    server that has imported this module.
+    The processes are on this host, and none of them outlives this process. On a CPU they fork from
+    a server that has imported this module.
 
     Raises:
         RankFailed: A rank raised an exception or died.
-        KeyboardInterrupt: The user interrupted.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory(prefix="compare-") as logs, _own_signals():
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="compare-") as logs:
         launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -311,6 +293,7 @@ def run_world(size: int, device: str, work: Callable[..., Any], *args: Any) -> l
             local_addr="127.0.0.1",
             max_restarts=0,
             start_method="forkserver" if device == "cpu" else "spawn",
+            signals_to_handle="",  # Python's own handlers stay, such as KeyboardInterrupt
         )
         try:
             results = elastic_launch(launch, _run_rank)(device, work, args)
@@ -325,31 +308,9 @@ def run_world(size: int, device: str, work: Callable[..., Any], *args: Any) -> l
             name = signal.Signals(-failure.exitcode).name
             memory = " (the kernel does this when memory runs out)" * (name == "SIGKILL")
             raise RankFailed(rank, f"was killed by {name}{memory}") from None
+        finally:
+            logger.setLevel(level)
     return [results[rank] for rank in range(size)]
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Turn signals that the launcher takes into what they are elsewhere; hide what it logs."""
-    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-    before = {number: signal.getsignal(number) for number in signals}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    received = None
-    try:
-        yield
-    except SignalException as error:
-        received = error.sigval
-    finally:
-        logger.setLevel(level)
-        for number, handler in before.items():
-            with suppress(ValueError):  # not in the main thread, where nothing was changed
-                signal.signal(number, handler)
-    if received == signal.SIGINT:
-        raise KeyboardInterrupt
-    if received is not None:
-        signal.raise_signal(received)
 
 
 def _run_rank(device: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -381,8 +342,8 @@ def train_side_by_side(
 ) -> dict[str, Any]:
     """Train the variants for train.epochs epochs; 0 epochs compare their initial values only.
 
-    Collective. Rank 0 writes the results so far to the file ``partial`` every train.log_every
-    steps.
+    Collective. Rank 0 writes the results to the file ``partial``, those so far every
+    train.log_every steps.
 
     Returns:
         {"complete", "steps", "threads", "losses": {name: loss per step}, "differences": {name:
@@ -393,7 +354,11 @@ def train_side_by_side(
         NonFiniteLoss: A loss is not finite; the message names the variant.
     """
     train = next(iter(configs.values())).train
-    trainers = {name: _trainer(_session(config, ranks)) for name, config in configs.items()}
+    sessions = {
+        name: Session(config, RunFolder(str(config.run.dir)), ranks)
+        for name, config in configs.items()
+    }
+    trainers = {name: Trainer(each, begin(each), None) for name, each in sessions.items()}
     first, *others = trainers
     per_epoch = trainers[first].batches.steps_per_epoch
     compared = set(measured_steps(train.epochs * per_epoch))
@@ -409,8 +374,12 @@ def train_side_by_side(
 
     def measure(step: int) -> None:
         for name in others:
-            apart = largest_differences(trainers[first].session, trainers[name].session)
+            apart = largest_differences(sessions[first], sessions[name])
             results["differences"][name].append({"step": step, **apart})
+
+    def write() -> None:
+        if ranks.is_first:
+            files.write_json(partial, files.finite(results))
 
     measure(0)
     for epoch in range(train.epochs):
@@ -430,23 +399,15 @@ def train_side_by_side(
                     except NonFiniteLoss as error:
                         raise NonFiniteLoss(f"{name}: {error}") from None
                 results["steps"] = steps
-                if ranks.is_first:
-                    files.write_json(partial, files.finite(results))
-    store = trainers[first].session.store
+                write()
+    store = sessions[first].store
     split = next((name for name in ("test", "valid") if len(store.split(name))), None)
     if train.epochs and split is not None:
         results["split"] = split
-        results["metrics"] = {name: each.session.rank(split) for name, each in trainers.items()}
-    return {**results, "complete": True}
-
-
-def _session(config: Config, ranks: Processes) -> Session:
-    assert config.run.dir is not None  # the comparison's folder
-    return Session(config, RunFolder(config.run.dir), ranks)
-
-
-def _trainer(session: Session) -> Trainer:
-    return Trainer(session, begin(session), None)
+        results["metrics"] = {name: each.rank(split) for name, each in sessions.items()}
+    results["complete"] = True
+    write()
+    return results
 
 
 @torch.no_grad()
@@ -474,11 +435,8 @@ def _largest(first: Tensor, other: Tensor) -> Tensor:
 
 def measured_steps(last: int) -> list[int]:
     """Return 0, 1, 2, 5, 10, 20, 50, ... and the last step."""
-    steps, unit = {0, last}, 1
-    while unit < last:
-        steps.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
-        unit *= 10
-    return sorted(steps)
+    steps = (digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5))
+    return sorted({0, last, *(step for step in steps if step < last)})
 
 
 # speed, memory, split and traffic
@@ -493,14 +451,14 @@ def measure_speed(ranks: Processes, config: Config, steps: int) -> dict[str, Any
         "peak_device_bytes" on CUDA. Memory is read before the batches with duplicates, which are
         larger.
     """
-    session = _session(config, ranks)
+    session = Session(config, RunFolder(str(config.run.dir)), ranks)
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     stream = _endless(_batches(session))
     step = SampledStep(session.backend, config.train, ranks.device)
     split_of_a_step(step, stream, SETTLING)
     results["split"] = split_of_a_step(step, stream, SPLIT)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    trainer = _trainer(session)
+    trainer = Trainer(session, begin(session), None)
     results["triples_per_second"] = _timed_blocks(trainer, steps)
     results["peak_memory_bytes"] = peak_resident_bytes()
     if ranks.device.type == "cuda":
@@ -614,73 +572,6 @@ def _traffic(trainer: Trainer, duplicates: bool) -> dict[str, Any]:
         "collectives": {kind: n / COUNTED for kind, n in traffic.collectives.items()},
         "payload_bytes": {kind: n / COUNTED for kind, n in traffic.payload_bytes.items()},
     }
-
-
-# The first kind counts that begins an operator's name, both without underscores.
-_KINDS = (
-    "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather",
-    "scatter", "send",
-)  # fmt: skip
-
-
-class Traffic(TorchDispatchMode):
-    """Counts this rank's collectives and messages while entered, those of backward and of DDP too.
-
-    It sees the collectives that torch dispatches, as torch.distributed.tensor.debug.CommDebugMode
-    does, which counts collectives but not their bytes.
-
-    Attributes:
-        collectives: Number per kind; a message to another rank is a "send".
-        payload_bytes: Per kind, the size of their inputs, this rank's own part included.
-        integers_sent: Ids and their counts that went to other ranks by all_to_all or send.
-        floats_sent: The elements of rows and gradients that did.
-        bytes_sent: Everything that did.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectives: dict[str, int] = defaultdict(int)
-        self.payload_bytes: dict[str, int] = defaultdict(int)
-        self.bytes_sent = self.integers_sent = self.floats_sent = 0
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Count an operator if it is a collective, and run it."""
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__.replace("_", "").removeprefix("i")
-        kinds = [kind for kind in _KINDS if name.startswith(kind.replace("_", ""))]
-        if kinds and func.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in func._schema.arguments]
-            self._count(kinds[0], dict(zip(names, args, strict=False)) | kwargs)
-        return func(*args, **kwargs)
-
-    def _count(self, kind: str, arguments: dict[str, Any]) -> None:
-        # A collective has inputs, or works in place on the tensors of its arguments.
-        names = [name for name in arguments if name.startswith("input")] or list(arguments)
-        leaves = tree_leaves([arguments[name] for name in names])
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.collectives[kind] += 1
-        self.payload_bytes[kind] += sum(tensor.nbytes for tensor in inputs)
-        if kind not in ("all_to_all", "send"):
-            return
-        (tensor,) = inputs
-        elements = tensor.numel()
-        if kind == "all_to_all":  # without this rank's own part
-            splits = arguments.get("input_split_sizes")
-            size, own = (
-                (sum(splits), splits[dist.get_rank()]) if splits else (dist.get_world_size(), 1)
-            )
-            elements -= elements * own // max(1, size)
-        self.bytes_sent += elements * tensor.element_size()
-        if tensor.is_floating_point():
-            self.floats_sent += elements
-        else:
-            self.integers_sent += elements
 
 
 # the report

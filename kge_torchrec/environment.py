@@ -312,6 +312,13 @@ def _is_in_use() -> bool:
     return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
 
 
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def set_threads(requested: int, local_world_size: int) -> int:
     """Set the number of CPU threads of this rank, and call ``keep_large_blocks``.
 
@@ -327,8 +334,7 @@ def set_threads(requested: int, local_world_size: int) -> int:
     import torch
 
     keep_large_blocks()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = requested or max(1, (cores or 1) // local_world_size)
+    threads = requested or max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

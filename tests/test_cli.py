@@ -314,12 +314,13 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_missing_run_is_reported_before_torch_is_imported(tmp_path):
+def test_missing_runs_and_unknown_engines_are_reported_before_torch_is_imported(tmp_path):
     code = f"""
 from kge_torchrec.cli import main
 query = ["--head", "a", "--relation", "b"]
 for verb in (["evaluate"], ["predict", *query], ["export", "-o", "out"], ["train", "--resume"]):
     assert main([*verb, {str(tmp_path)!r}]) == 1
+assert main(["compare", "demo", "--engines", "torchrec", "dglke"]) == 1
 assert main(["--version"]) == 0"""
     assert modules_after(code) == set()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kge_torchrec.config.checks import (
     PICKED,
+    ConfigError,
     PickedFloat,
     PickedText,
     between,
@@ -21,8 +23,26 @@ from kge_torchrec.config.sizing import rate_of, scale_of
 
 ENGINE_NAMES = ("torchrec", "handrolled")
 PRESETS = ("fbgemm", "dicee", "dgl")
+# What ``compare`` compares: entities.engine and entities.preset
+VARIANTS = {
+    "torchrec": ("torchrec", "fbgemm"),
+    "handrolled": ("handrolled", "fbgemm"),
+    "dicee": ("handrolled", "dicee"),
+    "dgl": ("handrolled", "dgl"),
+}
 
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
+
+
+def check_variants(names: Sequence[str]) -> None:
+    """Raise ConfigError unless these are two or more different names of ``VARIANTS``."""
+    for name in names:
+        if name not in VARIANTS:
+            raise ConfigError(f"--engines: {name!r} is none of {', '.join(VARIANTS)}")
+        if list(names).count(name) > 1:
+            raise ConfigError(f"--engines names {name} twice; a variant takes part once")
+    if len(names) < 2:
+        raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
 
 
 def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:

@@ -18,8 +18,9 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec import api, comparison
 from kge_torchrec.cli import main, run_verb
-from kge_torchrec.comparison import VARIANTS, variants
+from kge_torchrec.comparison import variants
 from kge_torchrec.config import Config, ConfigError, TrainConfig
+from kge_torchrec.config.entities import VARIANTS
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 

@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training_runs import config_of, tiny_store
 from worlds import run_world
 
-from kge_torchrec.comparison import COUNTED, Traffic, measure_speed
+from kge_torchrec.comparison import COUNTED, measure_speed
 from kge_torchrec.comparison import run_world as run_world_of_package
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.traffic import Traffic
 from kge_torchrec.training.assembly import build_batches
 
 DIM = 8
