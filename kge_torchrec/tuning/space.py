@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from optuna.distributions import (
@@ -32,7 +33,11 @@ from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import all_values, declared
+from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.sizing import KEYS, filled
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.tuning.race import PORTFOLIO, with_values
 
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
 # Keys that determine the data, metric and training time by which trials are compared.
@@ -193,6 +198,25 @@ def _distribution(entry: dict[str, Any]) -> BaseDistribution:
 # The most entities for which a study can afford to score all of them per query: an epoch of kvsall
 # cost 8 times one of 1,024 candidates with 20,000 entities, and 33 times with 78,000.
 SMALL = 30_000
+
+
+def default_search(config: Config, store: TripleStore) -> tuple[dict[str, Any], Config, list[str]]:
+    """Return the default space, the config that it varies, and the settings that are tried first.
+
+    If the config leaves training open, these are the settings of the race, without those that a
+    study cannot afford on a graph of this size.
+    """
+    space, resolved = default_space(config, store.num_entities), config.settled(store.size)
+    if config.decided_by is not None:
+        return space, resolved, []
+    first = [
+        name
+        for name in PORTFOLIO
+        if store.num_entities <= SMALL or not with_values(config, values_of(name)).negatives.is_full
+    ]
+    # The other keys of the first trials follow from their settings.
+    kept = {key: attrgetter(key)(resolved) for key in KEYS if key.startswith(FIXED)}
+    return space, filled(config, kept), first
 
 
 def default_space(config: Config, num_entities: int) -> dict[str, Any]:

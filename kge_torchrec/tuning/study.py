@@ -32,9 +32,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
@@ -43,10 +42,8 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
-from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data.report import notes
-from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
 from kge_torchrec.ranking.ranks import value_of
@@ -61,14 +58,7 @@ try:
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import FrozenTrial, Trial, TrialState
 
-    from kge_torchrec.tuning.space import (
-        FIXED,
-        SMALL,
-        default_space,
-        own_values,
-        parameters_of,
-        suggested,
-    )
+    from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
 except ModuleNotFoundError:
     raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'") from None
 
@@ -83,8 +73,22 @@ RETRIES = 1  # how often the values of a killed trial are tried again before the
 FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
 
 log = logging.getLogger(__name__)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide Optuna's message per trial and its warnings about experimental features."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+with _quiet():
     _again = RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
 
 
@@ -131,12 +135,7 @@ def make_study(
     halving: str,
     storage: str | None,
 ) -> Study:
-    """Make a new study, or open the one in the folder if it has the same settings.
-
-    Raises:
-        ConfigError: The folder has other files or another study, or the config cannot be tuned.
-        DataError: The data cannot be used.
-    """
+    """Make a new study, or open the one in the folder if it has the same settings."""
     named = config.model.scorer if config.decided_by else "default"
     path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_start(config, facts_of(config))
@@ -144,89 +143,64 @@ def make_study(
         raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {halving!r}")
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
+    where, ranges = "search space", cast(Any, space)
     if isinstance(space, str | Path):
         if not Path(space).is_file():
             raise ConfigError(f"space: there is no file {space}")
-        ranges = read_yaml(Path(space))
-        parameters_of(ranges, str(space))
-    else:
-        ranges = space
-        if space is not None:
-            parameters_of(space)
-    is_study = (path / "study.json").is_file()
+        where, ranges = str(space), read_yaml(Path(space))
+    if space is not None:
+        parameters_of(ranges, where)
+    file = path / "study.json"
     own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
-    if not is_study and any(file.name not in own for file in path.glob("[!.]*")):
+    if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
     path.mkdir(parents=True, exist_ok=True)
     plain = replace(config, run=replace(config.run, dir=None, resume="never"))
     given = {"config": plain.to_dict(), "search space": ranges, "way of dropping trials": halving}
     given = json.loads(json.dumps({**given, "storage": storage}))
-    with (path / ".lock").open("a") as file:
-        files.lock(file, wait=True)
-        if not (path / "study.json").is_file():
+    with (path / ".lock").open("a") as lock:
+        files.lock(lock, wait=True)
+        if not file.is_file():
             first = _write(path, plain, ranges, halving)
             content = {"name": path.resolve().name, "trials": trials, "first": first, **given}
-            files.write_json(path / "study.json", content)  # last, since it marks a study
-    there = json.loads((path / "study.json").read_text(encoding="utf-8"))
+            files.write_json(file, content)  # last, since it marks a study
+    study = Study(path)
     for what, value in given.items():
-        if there[what] != value:
+        if study.given[what] != value:
             raise ConfigError(
                 f"study: the study in {path} has a different {what}; resume that study "
                 f"with `tune --resume {path}`, or name another folder"
             )
-    return Study(path)
+    return study
 
 
 def _write(path: Path, config: Config, ranges: dict[str, Any] | None, halving: str) -> list[str]:
     """Write config.yaml and space.yaml, and prepare the store.
 
     Returns:
-        The settings of the race that are the first trials, if the config leaves training open.
+        The settings of the race that are the first trials: none if the config says how to train.
     """
-    first: list[str] = []
-    store = _store(path, config)
+    store = open_store(config, path)
     if not len(store.valid):
         raise ConfigError("data.path: tune compares trials on valid, which has no triples")
     for note in notes(store):
         log.warning(note)
-    resolved = config.settled(store.size)
+    resolved, first = config.settled(store.size), list[str]()
     if ranges is None:
-        ranges = default_space(config, store.num_entities)
-        if config.decided_by is None:
-            # The first trials are those of the race. Their other keys follow from their settings.
-            kept = {key: attrgetter(key)(resolved) for key in KEYS if key.startswith(FIXED)}
-            resolved = filled(config, kept)
-            first = _fitting(config, store)
-            say(f"first trials: the settings of the race, {', '.join(first)}")
+        ranges, resolved, first = default_search(config, store)
+    if first:
+        say(f"first trials: the settings of the race, {', '.join(first)}")
     every = resolved.evaluation.every or resolved.train.epochs
     if halving == "epochs":  # a validation early enough to drop trials
         every = min(every, max(1, resolved.train.epochs // ETA ** (RUNGS - 1)))
-    replace(resolved, evaluation=replace(resolved.evaluation, every=every)).save(
-        path / "config.yaml"
-    )
+    replace_keys(resolved, {"evaluation.every": every}).save(path / "config.yaml")
     (path / "trials").mkdir(exist_ok=True)
     files.write_text(path / "space.yaml", yaml.safe_dump(ranges, sort_keys=False))
     return first
 
 
-def _fitting(config: Config, store: TripleStore) -> list[str]:
-    """Return the settings of the portfolio that score no more entities per query than ``SMALL``."""
-    full = {name: with_values(config, values_of(name)).negatives.is_full for name in PORTFOLIO}
-    return [name for name in PORTFOLIO if store.num_entities <= SMALL or not full[name]]
-
-
-def _store(path: Path, config: Config) -> TripleStore:
-    if (Path(config.data.path) / META).is_file():
-        return TripleStore.open(config.data.path)
-    return open_store(config, path)
-
-
 class Study:
-    """The folder of a study and Optuna's study of its trials.
-
-    Raises:
-        ConfigError: ``path`` is not a study.
-    """
+    """The folder of a study and Optuna's study of its trials."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -239,30 +213,16 @@ class Study:
         self.halves = self.given["way of dropping trials"] == "epochs"
         self.is_file = self.given["storage"] is None
         self.storage = self.given["storage"] or f"sqlite:///{path / 'optuna.db'}"
-        self.store = _store(path, self.config)
+        self.store = open_store(self.config, path)
 
-    def run(
-        self, trials: int | None = None, threads: int | None = None, device: str | None = None
-    ) -> dict[str, Any]:
+    def run(self, trials: int | None = None, **own: Any) -> dict[str, Any]:
         """Run trials until the study has so many, including those of other processes.
 
         Args:
             trials: None: as many as it was started with.
-            threads: Threads of the runs; None: those of the config.
-            device: Device of the runs; None: that of the config.
-
-        Returns:
-            The content of trials.json.
-
-        Raises:
-            ConfigError: The first five trials all failed.
-            TrainingStopped: A signal stopped the training.
-            KeyboardInterrupt: The user interrupted it; the message says how to resume.
-            OSError: A file cannot be written.
+            own: ``threads`` and ``device`` of the runs of this process, if not those of the config.
         """
         limit = trials or self.given["trials"]
-        own: dict[str, Any] = {"threads": threads, "device": device}
-        own = {key: value for key, value in own.items() if value is not None}
 
         def enough(study: optuna.Study, _: FrozenTrial) -> None:
             ended = _ended(study)
@@ -313,7 +273,12 @@ class Study:
                 load_if_exists=True,
             )
             if not study.get_trials(deepcopy=False):
-                self._enqueue_first(study)
+                for name in self.given["first"]:
+                    study.enqueue_trial({}, user_attrs={"from": name})
+                # A value of the config outside the space is left to the sampler.
+                values = own_values(self.space, self.config.settled(self.store.size))
+                if values and not self.given["first"]:
+                    study.enqueue_trial(values, user_attrs={"from": "the config"})
         return study
 
     @property
@@ -325,17 +290,6 @@ class Study:
         """
         every = self.config.evaluation.every
         return max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
-
-    def _enqueue_first(self, study: optuna.Study) -> None:
-        """Enqueue the settings of the race as they are, or the config's own values.
-
-        A value of the config outside the space is left to the sampler.
-        """
-        for name in self.given["first"]:
-            study.enqueue_trial({}, user_attrs={"from": name})
-        own = own_values(self.space, self.config.settled(self.store.size))
-        if own and not self.given["first"]:
-            study.enqueue_trial(own, user_attrs={"from": "the config"})
 
     def _objective(self, own: dict[str, Any], trial: Trial) -> float:
         """Train a trial and return its best result on valid; NaN, which Optuna fails, at an error.
@@ -442,7 +396,17 @@ class Study:
             "trials": [self._described(trial) for trial in ended],
         }
         if best is not None:
-            files.write_text(self.path / "best.yaml", self._best_yaml(best))
+            # With a value for each key, size has no effect, and train would refuse it.
+            config = self.config_of(self.values_of(best)).to_dict() | {"size": "base"}
+            if os.path.exists(config["data"]["path"]):  # valid in any folder
+                config["data"]["path"] = os.path.abspath(config["data"]["path"])
+            reached = f"valid {self.metric} {best.value:.4f}"
+            head = (
+                f"# Trial {best.number} of {self.path.name}: {reached}.\n"
+                f"# kge-torchrec train {self.path / 'best.yaml'}\n"
+            )
+            content = head + yaml.safe_dump(config, sort_keys=False)
+            files.write_text(self.path / "best.yaml", content)
         files.write_json(self.path / "trials.json", results)
         return results
 
@@ -465,34 +429,9 @@ class Study:
             described["again"] = again[-1]
         return described
 
-    def _best_yaml(self, best: FrozenTrial) -> str:
-        # With a value for each key, size has no effect, and train would refuse it.
-        config = self.config_of(self.values_of(best)).to_dict() | {"size": "base"}
-        path = config["data"]["path"]
-        if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
-            config["data"]["path"] = os.path.abspath(path)
-        head = (
-            f"# Trial {best.number} of {self.path.name}: valid {self.metric} {best.value:.4f}.\n"
-            f"# kge-torchrec train {self.path / 'best.yaml'}\n"
-        )
-        return head + yaml.safe_dump(config, sort_keys=False)
-
 
 def _ended(study: optuna.Study) -> list[FrozenTrial]:
     """Return the ended trials in order, without those that a later trial repeats."""
     trials = study.get_trials(deepcopy=False)
     repeated = {number for t in trials for number in t.system_attrs.get("retry_history", [])}
     return [t for t in trials if t.state.is_finished() and t.number not in repeated]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide Optuna's message per trial and its warnings about experimental features."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)

@@ -21,14 +21,15 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import Config, ConfigError, sizing
+from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
 from kge_torchrec.config.parser import config_from_dict, load_config, values_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import study as study_of
 from kge_torchrec.tuning.race import PORTFOLIO, with_values
-from kge_torchrec.tuning.study import Study, _ended, _fitting, make_study
+from kge_torchrec.tuning.space import default_search
+from kge_torchrec.tuning.study import Study, _ended, make_study
 
 SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
 SPACE = {
@@ -66,7 +67,8 @@ def test_best_config_reproduces_the_best_value(study, tmp_path):
     assert run.results["test"]
     small = Study(folder)
     small.config = replace(small.config, size="small")
-    config = config_from_dict(yaml.safe_load(small._best_yaml(small.load().best_trial)))
+    small.write_results(small.load())
+    config = load_config(folder / "best.yaml")
     check_start(config, facts_of(config))  # train takes it
 
 
@@ -311,10 +313,14 @@ def test_a_config_that_says_how_to_train_is_the_first_trial(tmp_path, store, sho
 
 
 def test_many_entities_leave_full_scoring_out(store):
-    config = open_config(store)
-    assert _fitting(config, SimpleNamespace(num_entities=30_000)) == list(PORTFOLIO)
-    few = _fitting(config, SimpleNamespace(num_entities=30_001))
-    assert few == ["softmax_n3", "rote", "softmax_weak_n3"]
+    def first(entities: int) -> list[str]:
+        size = GraphSize(entities, 3, 1000)
+        return default_search(
+            open_config(store), SimpleNamespace(num_entities=entities, size=size)
+        )[2]
+
+    assert first(30_000) == list(PORTFOLIO)
+    assert first(30_001) == ["softmax_n3", "rote", "softmax_weak_n3"]
 
 
 def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
