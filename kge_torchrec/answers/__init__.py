@@ -6,13 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kge_torchrec.answers.batch_inference import FileReport, answer_file, read_triples, score_file
-from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest_entities
-from kge_torchrec.answers.predictions import FEW, Choice, Prediction, Query, predict
-from kge_torchrec.answers.recommendations import choice, recommend
+from kge_torchrec.answers.queries import (
+    FEW,
+    MEANINGS,
+    PARTS,
+    Choice,
+    Neighbour,
+    Prediction,
+    known_answers,
+    metric_of,
+    missing_part,
+    nearest,
+    predictions,
+    recommended,
+)
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
@@ -62,7 +75,21 @@ class Answering:
             IndexError: An id is out of range.
             KGEError: ``known`` is False and the model is an export.
         """
-        return predict(self.model, Query(head, relation, tail), Choice(k, known))
+        model, query = self.model, (head, relation, tail)
+        choice, missing = Choice(k, known_answers(model, known)), missing_part(query)
+        for name, part in zip(PARTS, query, strict=True):
+            if np.ndim(part):  # type: ignore[arg-type]
+                raise ConfigError(
+                    f"{name} must be one label or id, got {part!r:.60}; answer_file takes many "
+                    "queries"
+                )
+        ids = [
+            0 if part is None else int(ids_of(part))
+            for ids_of, part in zip(
+                (model.entity_ids, model.relation_ids, model.entity_ids), query, strict=True
+            )
+        ]
+        return predictions(model, missing, torch.tensor([ids]), choice)[0]
 
     def answer_file(
         self,
@@ -92,7 +119,8 @@ class Answering:
             DataError: The file cannot be read.
             OSError: The answers cannot be written. No output file is left behind.
         """
-        return answer_file(self.model, path, Choice(k, known), output, format, names=names)
+        choice = Choice(k, known_answers(self.model, known))
+        return answer_file(self.model, path, choice, output, format, names=names)
 
     def recommend(
         self,
@@ -122,8 +150,9 @@ class Answering:
             UnknownLabelError: A label is not in the data; the message has close matches.
             KGEError: An option needs the data and the model is an export.
         """
-        chosen = choice(self.model, k, exclude_known, candidates)
-        return recommend(self.model, head, relation, chosen)
+        choice = recommended(self.model, k, exclude_known, candidates)
+        ids = [int(self.model.entity_ids(head)), int(self.model.relation_ids(relation)), 0]
+        return predictions(self.model, "tail", torch.tensor([ids]), choice)[0]
 
     def recommend_file(
         self,
@@ -157,8 +186,8 @@ class Answering:
             OSError: The answers cannot be written. No output file is left behind.
         """
         self.model.relation_ids(relation)
-        chosen = choice(self.model, k, exclude_known, candidates)
-        return answer_file(self.model, path, chosen, output, format, relation, names)
+        choice = recommended(self.model, k, exclude_known, candidates)
+        return answer_file(self.model, path, choice, output, format, relation, names)
 
     def score_file(
         self,
@@ -226,8 +255,7 @@ class Answering:
             UnknownLabelError: The label is not in the data; the message has close matches.
             IndexError: The id is out of range.
         """
-        (neighbours,) = nearest_entities(self.model, self.model.entity_ids(entity).reshape(1), k)
-        return neighbours
+        return nearest(self.model, self.model.entity_ids(entity).reshape(1), k)[0]
 
     @property
     def nearness(self) -> str:

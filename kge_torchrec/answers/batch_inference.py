@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kge_torchrec.answers.predictions import PARTS, Choice, find
+from kge_torchrec.answers.queries import PARTS, Choice, best
 from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, written
 from kge_torchrec.data.readers.columns import Columns, is_header
 from kge_torchrec.data.readers.fields import batches_of
@@ -222,8 +222,9 @@ def answer_file(
             for some in np.array_split(places, range(QUERIES, len(places), QUERIES)):
                 if len(some):
                     queries = batch.ids[some].clip(0)
-                    results = find(model, missing, torch.from_numpy(queries), choice)
-                    parts.append((missing, queries, results, batch.lines[some]))
+                    scores, ids = best(model, missing, torch.from_numpy(queries), choice)
+                    found = scores.numpy(), ids.numpy()
+                    parts.append((missing, queries, found, batch.lines[some]))
 
         def rows() -> pa.Table:
             tables = pa.concat_tables([answer_rows(model, *part) for part in parts])

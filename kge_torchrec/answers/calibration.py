@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kge_torchrec import files
-from kge_torchrec.answers.predictions import PARTS, Part, are_known, find_best
+from kge_torchrec.answers.queries import PARTS, Choice, Part, are_known, best
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.data import SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
@@ -253,13 +253,13 @@ def listed(
         chosen = np.random.default_rng(seed).choice(len(queries), limit, replace=False)
         queries = queries[np.sort(chosen)]
     own = store.filter_index((split,))
-    other_splits = store.filter_index([name for name in SPLITS if name != split])
+    choice = Choice(top, store.filter_index([name for name in SPLITS if name != split]))
     scores, labels = [], []
     with model.bar(len(queries), f"{split}: {missing}s", "query") as bar:
         for batch in np.array_split(queries, range(QUERIES, len(queries), QUERIES)):
-            best, ids = find_best(model, missing, torch.from_numpy(batch), top, other_splits)
-            is_listed = ((ids >= 0) & best.isfinite()).numpy()
-            scores.append(best.numpy()[is_listed])
+            found, ids = best(model, missing, torch.from_numpy(batch), choice)
+            is_listed = ((ids >= 0) & found.isfinite()).numpy()
+            scores.append(found.numpy()[is_listed])
             labels.append(are_known(own, missing, batch, ids.numpy())[is_listed])
             bar.update(len(batch))
     return Listed(len(queries), np.concatenate(scores), np.concatenate(labels))

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec import files
-from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
+from kge_torchrec.answers.queries import PARTS, Part, splits
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import one_of
 from kge_torchrec.data.readers.columns import Columns
@@ -37,24 +37,39 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
 def answer_rows(
-    model: TrainedModel, missing: Part, queries: np.ndarray, results: Results, lines: np.ndarray
+    model: TrainedModel,
+    missing: Part,
+    queries: np.ndarray,
+    found: tuple[np.ndarray, np.ndarray],
+    lines: np.ndarray,
 ) -> pa.Table:
-    """Return M answers to B queries (B, 3) from the lines (B,) of a file as completed triples.
+    """Return the answers to B queries from the lines (B,) of a file as completed triples.
 
     The columns are line, ``asked``, rank, head, relation, tail, score, probability (only if
     calibrated) and known (only with data: the split that holds the triple).
+
+    Args:
+        model: The model.
+        missing: The part that the queries miss.
+        queries: (B, 3).
+        found: The scores (B, k) and ids (B, k) of the answers; -1 is none.
+        lines: (B,).
     """
-    triples = queries[results.query].copy()
-    triples[:, PARTS.index(missing)] = results.ids
+    scores, ids = found
+    is_listed = ids >= 0
+    query, column = is_listed.nonzero()
+    triples = queries[query].copy()
+    triples[:, PARTS.index(missing)] = ids[is_listed]
     columns = {
-        "line": lines[results.query],
+        "line": lines[query],
         "asked": pa.array([missing] * len(triples), pa.string()),
-        "rank": results.ranks,
+        "rank": column + 1,
         **_labels(model, triples),
-        **_scores(model, results.scores, missing),
+        **_scores(model, scores[is_listed], missing),
     }
     if model.store is not None:
-        columns["known"] = pa.array(splits(model, missing, queries, results), pa.string())
+        known = splits(model, missing, queries, ids)[is_listed]
+        columns["known"] = pa.array(known, pa.string())
     return pa.table(columns)
 
 

@@ -78,7 +78,7 @@ def predict(
             with announced("loading the run"):
                 _ = trained.model
             links = trained.new_links(link, top, candidates, loops)
-        from kge_torchrec.answers.links import Link
+        from kge_torchrec.answers.queries import Link
 
         write_records(links, Link, format, output, names)
         return 0
@@ -102,7 +102,7 @@ def _print(
 ) -> None:
     """Print or write the answers to one query; JSON on the terminal repeats the query."""
     if format != "json" or output is not None:
-        from kge_torchrec.answers.predictions import Prediction
+        from kge_torchrec.answers.queries import Prediction
 
         write_records(answers, Prediction, format, output, names)
     elif is_first_rank():
@@ -147,13 +147,15 @@ def recommend(
     if (head is None) == (heads is None):
         raise ConfigError("recommend takes --head X for one head, or --heads FILE for many")
     at_least("--top", top, 1)
-    from kge_torchrec.answers.recommendations import about
+    from kge_torchrec.answers.queries import default_candidates
 
     with answering(run) as trained:
         with announced("loading the run"):
             model = trained.model
         if is_first_rank():
-            print(f"candidates: {about(model, candidates)}", file=sys.stderr)
+            kind = default_candidates(model) if candidates is None else candidates
+            what = {"all": "all entities", "seen": "tails of the relation in train"}
+            print(f"candidates: {what.get(kind, f'the entities of {kind}')}", file=sys.stderr)
         if head is not None:
             answers = trained.recommend(
                 head, relation, top, exclude_known=exclude_known, candidates=candidates
@@ -224,7 +226,7 @@ def nearest(
         with announced("searching"):
             results = trained.nearest(entity, top)
         meaning = trained.nearness
-    from kge_torchrec.answers.nearest import Neighbour
+    from kge_torchrec.answers.queries import Neighbour
 
     write_records(results, Neighbour, format, output, names)
     if is_first_rank() and format == "table":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kge_torchrec.answers.predictions import Prediction
+from kge_torchrec.answers.queries import Prediction
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.errors import KGEError
 from kge_torchrec.trained_run import Run

@@ -24,9 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of
-from kge_torchrec.answers.predictions import Prediction
-from kge_torchrec.answers.predictions import Query as Triple
+from kge_torchrec.answers.queries import MEANINGS, Neighbour, Prediction, metric_of
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
@@ -301,7 +299,7 @@ def _add_queries(
 
     @app.post("/predict", summary="The best answers to a triple with one missing part")
     async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
-        query = Triple(body.head, body.relation, body.tail)
+        query = body.head, body.relation, body.tail
         results = await ask(Predict(query, body.k, body.known))
         return Answers.model_validate({"answers": rows(results)})
 

@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from kge_torchrec.answers import recommendations
-from kge_torchrec.answers.nearest import Neighbour, nearest_entities
-from kge_torchrec.answers.predictions import (
+from kge_torchrec.answers.queries import (
     PARTS,
     Choice,
+    Neighbour,
     Part,
     Prediction,
-    Query,
+    known_answers,
+    missing_part,
+    nearest,
     predictions,
+    recommended,
 )
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
@@ -57,7 +59,7 @@ class Unknown(KGEError):
 class Predict:
     """A query for the k best answers to a triple whose missing part is None."""
 
-    query: Query
+    query: tuple[Label | None, Label | None, Label | None]
     k: int
     known: bool
 
@@ -245,7 +247,7 @@ def vocabulary_of(model: TrainedModel, kind: str) -> Vocabulary:
 def _group(question: Question) -> tuple[Any, ...]:
     """Return a key that is equal for queries that one pass can answer."""
     if isinstance(question, Predict):
-        return Predict, question.query.missing, question.known
+        return Predict, missing_part(question.query), question.known
     if isinstance(question, Recommend):
         return Recommend, question.exclude_known, question.candidates
     return (Score, question.side) if isinstance(question, Score) else (Nearest,)
@@ -253,15 +255,15 @@ def _group(question: Question) -> tuple[Any, ...]:
 
 def _predict(model: TrainedModel, group: list[Predict], ids: _Ids) -> list[list[Prediction]]:
     queries = torch.tensor([ids.of_triple(query.query) for query in group], dtype=torch.int64)
-    choice = Choice(max(query.k for query in group), group[0].known)
-    results = predictions(model, group[0].query.missing, queries, choice)
+    choice = Choice(max(query.k for query in group), known_answers(model, group[0].known))
+    results = predictions(model, missing_part(group[0].query), queries, choice)
     return _cut(group, results)
 
 
 def _recommend(model: TrainedModel, group: list[Recommend], ids: _Ids) -> list[list[Prediction]]:
     triples = [ids.of_triple((query.head, query.relation, None)) for query in group]
     most, first = max(query.k for query in group), group[0]
-    choice = recommendations.choice(model, most, first.exclude_known, first.candidates)
+    choice = recommended(model, most, first.exclude_known, first.candidates)
     results = predictions(model, "tail", torch.tensor(triples, dtype=torch.int64), choice)
     return _cut(group, results)
 
@@ -281,7 +283,7 @@ def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[floa
 
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
-    results = nearest_entities(model, entities, max(query.k for query in group))
+    results = nearest(model, entities, max(query.k for query in group))
     return _cut(group, results)
 
 

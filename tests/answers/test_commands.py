@@ -115,7 +115,7 @@ class Terminal(io.StringIO):
 
 
 def test_tables_fit_the_terminal_width(monkeypatch):
-    from kge_torchrec.answers.links import Link
+    from kge_torchrec.answers.queries import Link
     from kge_torchrec.answers.tables import record_rows, written
 
     monkeypatch.setenv("COLUMNS", "80")

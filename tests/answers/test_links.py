@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ranking_cases import whole
 
-from kge_torchrec.answers import links
+from kge_torchrec.answers import queries
+from kge_torchrec.answers.queries import new_links
 from kge_torchrec.config import ConfigError
 
 
@@ -36,7 +40,7 @@ def as_tuples(results):
 @pytest.mark.parametrize("heads", [512, 5])
 @pytest.mark.parametrize("loops", [False, True])
 def test_new_links_match_brute_force(run, monkeypatch, heads, loops):
-    monkeypatch.setattr(links, "HEADS", heads)
+    monkeypatch.setattr(queries, "HEADS", heads)
     expected = brute_force(run, "r1", loops=loops)
     results = run.new_links("r1", 30, loops=loops)
     assert as_tuples(results) == expected[:30]
@@ -60,10 +64,21 @@ def test_new_links_among_seen_candidates(run):
         run.new_links("r2", 0)
 
 
-def test_equal_links_sort_by_head_and_tail():
-    best = links._Best(3)
-    nan = torch.nan
-    best.offer(torch.tensor([4, 7]), 10, torch.tensor([[1.0, 1.0], [2.0, nan]]))
-    best.offer(torch.tensor([4, 7]), 12, torch.tensor([[1.0, nan], [1.0, 0.0]]))
-    best.offer(torch.tensor([2]), 10, torch.tensor([[1.0, -torch.inf]]))
-    assert list(zip(*best.triples, strict=True)) == [(7, 10, 2.0), (2, 10, 1.0), (4, 10, 1.0)]
+@pytest.mark.parametrize("heads", [512, 5])
+def test_equal_links_sort_by_head_and_tail(run, monkeypatch, heads):
+    """Of a table whose rows are all equal, and of one whose rows are equal in pairs."""
+    monkeypatch.setattr(queries, "HEADS", heads)
+    rows = torch.from_numpy(run.entities.copy())
+    for table in (rows[:1].expand_as(rows), rows[torch.arange(len(rows)) // 2]):
+        model = replace(run.model, shard=whole(table.contiguous()))
+        expected = brute_force(SimpleNamespace(model=model), "r1")
+        assert as_tuples(new_links(model, "r1", 40, "all", False)) == expected[:40]
+
+
+def test_links_without_a_score_are_left_out(run):
+    rows = torch.from_numpy(run.entities.copy())
+    rows[3], rows[5, 0] = torch.nan, torch.inf
+    links = new_links(replace(run.model, shard=whole(rows)), "r1", 5000, "all", False)
+    (label,) = run.entity_labels.labels([3])
+    assert links and label not in {x for link in links for x in (link.head, link.tail)}
+    assert all(link.score > -np.inf for link in links)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranking_cases import whole
 
-from kge_torchrec.answers.nearest import metric_of, nearest_entities
+from kge_torchrec.answers.queries import metric_of, nearest
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import UnknownLabelError
@@ -49,7 +49,7 @@ def test_nearest_matches_hand_computation(name, biases, metric):
         points = scorer.eval().entity(table)[:, :dim]
     scores = BY_HAND[metric](points[5], points)
     scores[5] = -torch.inf
-    (results,) = nearest_entities(model, model.entity_ids(["e5"]), 20)
+    (results,) = nearest(model, model.entity_ids(["e5"]), 20)
     assert [n.label for n in results] == [f"e{i}" for i in scores.argsort(descending=True)[:20]]
     assert [n.score for n in results] == pytest.approx(
         scores.sort(descending=True)[0][:20].tolist(), rel=1e-4

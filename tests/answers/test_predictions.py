@@ -13,8 +13,8 @@ from ranking_cases import make_known
 from training_runs import config_of
 
 from kge_torchrec import api
-from kge_torchrec.answers import predictions
-from kge_torchrec.answers.predictions import Results, find_best
+from kge_torchrec.answers import queries
+from kge_torchrec.answers.queries import Choice, best
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, KGEError
 
@@ -83,7 +83,7 @@ def test_ranks_match_evaluation(run):
     triples = triples[random.integers(len(triples), size=500)]
     ranks = model.ranks_of(triples, "test", run.config.evaluation)
     for side, column in (("head", 0), ("tail", 2)):
-        scores, ids = find_best(model, side, torch.from_numpy(triples), 37)
+        scores, ids = best(model, side, torch.from_numpy(triples), Choice(37))
         index = store.filter_index()
         anchors, answers = triples[:, 2 - column], triples[:, column]
         known = index.contains(side, anchors, triples[:, 1], ids.numpy())
@@ -110,7 +110,7 @@ def test_other_models(run, tmp_path):
 
 def test_relation_scores_do_not_depend_on_blocks(run, monkeypatch):
     expected = run.predict(head="e1", tail="e2")
-    monkeypatch.setattr(predictions, "RELATIONS", 2)
+    monkeypatch.setattr(queries, "RELATIONS", 2)
     assert run.predict(head="e1", tail="e2") == expected
 
 
@@ -154,12 +154,11 @@ def test_splits_are_looked_up_only_for_listed_answers():
         "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
     }
     model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
-    query, ids = np.array([[0, 0, 0]]), np.array([9, 2, 3, 5, 4, 0])
-    results = Results(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
-    predictions.splits(model, "tail", query, results)  # compiles
+    query, ids = np.array([[0, 0, 0]]), np.array([[9, 2, 3, 5, 4, 0, -1]])
+    queries.splits(model, "tail", query, ids)  # compiles
     tracemalloc.start()
-    names = predictions.splits(model, "tail", query, results)
+    names = queries.splits(model, "tail", query, ids)[0].tolist()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert names == [None, "train", "valid", "test", "train", "train"]
+    assert names == [None, "train", "valid", "test", "train", "train", None]
     assert peak < 1 << 20

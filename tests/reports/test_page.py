@@ -11,7 +11,7 @@ import pytest
 from training_runs import config_of, random_triples
 
 from kge_torchrec import api, report
-from kge_torchrec.answers.predictions import Prediction
+from kge_torchrec.answers.queries import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare

@@ -13,7 +13,6 @@ import torch
 from starlette.testclient import TestClient
 
 from kge_torchrec.answers.calibration import Calibration, Curve
-from kge_torchrec.answers.predictions import Query
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching
@@ -162,7 +161,7 @@ def questions():
     for i in range(40):
         query = [f"e{i % N}", f"r{i % R}", f"e{(7 * i) % N}"]
         query[i % 3] = None
-        yield Predict(Query(*query), 1 + i % 9, i % 4 > 0)
+        yield Predict(tuple(query), 1 + i % 9, i % 4 > 0)
         yield Score(((f"e{i % N}", i % R, f"e{(3 * i) % N}"),) * (i % 3), ("head", "tail")[i % 2])
         yield Nearest(f"e{i % N}", 1 + i % 5)
 
@@ -173,8 +172,8 @@ def test_batched_answers_match_single_answers(model):
 
 
 def test_invalid_query_does_not_affect_others(model):
-    good = Predict(Query("e1", "r0", None), 3, True)
-    bad = Predict(Query("e1", "nobody", None), 3, True)
+    good = Predict(("e1", "r0", None), 3, True)
+    bad = Predict(("e1", "nobody", None), 3, True)
     (expected,) = answers(model, [good])
     first, wrong, of_id, last = answers(
         model, [good, bad, Score(((0, R, 0),), "tail"), Nearest("e1", 2)]
