@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from kge_torchrec.data.parts import least_exchanges
-from kge_torchrec.embeddings.torchrec.planner import dense_state_numbers
+from kge_torchrec.embeddings.torchrec.planner import Bytes, dense_state_numbers
 from kge_torchrec.planning import step
+from kge_torchrec.planning.memory import memory_of
 from kge_torchrec.planning.rank import Rank
 
 
@@ -30,6 +31,16 @@ class Limit:
 @dataclass(frozen=True)
 class Plan(Rank):
     """A run on some devices, with what it needs: made from config, sizes and cluster by ``of``."""
+
+    @cached_property
+    def memory(self) -> dict[str, Bytes]:
+        """The bytes of a rank by part, at the fullest moment of training."""
+        return memory_of(self)
+
+    @property
+    def total(self) -> Bytes:
+        """What a rank needs in all."""
+        return sum(self.memory.values(), Bytes())
 
     @property
     def limits(self) -> list[Limit]:
@@ -83,7 +94,7 @@ class Plan(Rank):
     @cached_property
     def seconds(self) -> dict[str, float]:
         """The seconds of each part of a step."""
-        return step.seconds_of_parts(self, self.sent)
+        return step.seconds_of_parts(self, self.sent, self.memory["triples"].device > 0)
 
     @property
     def busy(self) -> dict[str, float]:

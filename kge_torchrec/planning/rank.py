@@ -1,9 +1,7 @@
-"""One rank of a run: its rows, its micro-batch and its memory.
+"""One rank of a run: its rows, and its share of a step.
 
-It is the rank with the most rows. Training splits rows so that every rank but the
-last has equally many. Exact are the bytes of the table and of dense parameters. Expected are rows,
-ids and batches (they follow the number of different entities per batch) and activations (see
-``cost``). Measured or assumed is the process itself.
+It is the rank with the most rows. Training splits rows so that every rank but the last has equally
+many. How many different rows a batch has is expected, not counted (see ``sizes``).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY, SIDES
-from kge_torchrec.data.batches.triples import device_bytes, fits_device, share_of
+from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.torchrec.planner import (
@@ -29,28 +27,16 @@ from kge_torchrec.embeddings.torchrec.planner import (
     Bytes,
     TableForm,
     check_cuda_dim,
-    dense_state_numbers,
     table_memory,
 )
 from kge_torchrec.planning.cost import Cost, Costs
 from kge_torchrec.planning.devices import Cluster, is_number
 from kge_torchrec.planning.sizes import Sizes
 from kge_torchrec.training.assembly import sides_of
-from kge_torchrec.training.checkpoint_files import PIECE_BYTES
-
-MIB = 1 << 20
-TABLE_PARTS = ("weights", "optimizer state", "average", "cache", "gradients", "parts on their way")
-
-# A CPU rank with the packages imported, its process group and compiled kernels, and the bytes per
-# triple of the pages that the final ranking maps, at most those of the largest graph that was
-# measured: fitted to ten runs (docs/how-to/plan.md).
-CPU_PROCESS, RANKED_TRIPLE, RANKED_MOST = 672 * MIB, 58, 128 * MIB
-# A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
-CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
-_IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
-
 
 OfRank = TypeVar("OfRank", bound="Rank")
+# A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
+CUDA_PROCESS = Bytes(device=1536 << 20, main=3072 << 20)
 
 
 @dataclass(frozen=True)
@@ -101,45 +87,39 @@ class Rank:
         return cls(config, sizes, cluster, **options)
 
     def __post_init__(self) -> None:
-        config, ranks = self.config, self.cluster.world_size
-        if self.layout not in SHARDINGS:
-            raise ConfigError(
-                f"--sharding must be one of {', '.join(SHARDINGS)}, got {self.layout!r}"
-            )
-        if not (is_number(self.reserve) and 0 <= self.reserve < 1):
-            raise ConfigError(f"--reserve must be in [0, 1), got {self.reserve}")
-        if self.layout != "row_wise":
-            if config.entities.on_disk:
-                raise ConfigError("--sharding: parts of a table on disk are split by rows")
-            if config.negatives.is_full:
-                raise ConfigError(
-                    f"--sharding: with negatives.regime {config.negatives.regime} every rank "
-                    "scores its own rows of one table; only row_wise does that"
-                )
-            if self.layout == "data_parallel" and config.entities.cache_ratio:
-                raise ConfigError(
-                    "--sharding: data_parallel tables lie whole on every device; use "
-                    "entities.placement memory"
-                )
-            if config.entities.tables is not None:
-                raise ConfigError(
-                    f"--sharding: tables of node types are split by rows, not {self.layout}"
-                )
-        missing = (config.entities.tables or {}).keys() - {kind for kind, _ in self.sizes.runs}
-        if missing:
-            raise ConfigError(
-                f"entities.tables: the sizes of {', '.join(sorted(missing))} are not known; "
-                "plan with typed data, or give --entities user=600k,item=400k"
-            )
+        config, ranks, layout = self.config, self.cluster.world_size, self.layout
+        tables, by_rows = config.entities.tables, layout == "row_wise"
+        unknown = sorted((tables or {}).keys() - {kind for kind, _ in self.sizes.runs})
+        problems = {
+            f"--sharding must be one of {', '.join(SHARDINGS)}, got {layout!r}": (
+                layout not in SHARDINGS
+            ),
+            f"--reserve must be in [0, 1), got {self.reserve}": (
+                not (is_number(self.reserve) and 0 <= self.reserve < 1)
+            ),
+            "--sharding: parts of a table on disk are split by rows": (
+                not by_rows and config.entities.on_disk
+            ),
+            f"--sharding: with negatives.regime {config.negatives.regime} every rank scores its "
+            "own rows of one table; only row_wise does that": not by_rows and self.is_full,
+            "--sharding: data_parallel tables lie whole on every device; use entities.placement "
+            "memory": layout == "data_parallel" and config.entities.cache_ratio > 0,
+            f"--sharding: tables of node types are split by rows, not {layout}": (
+                not by_rows and tables is not None
+            ),
+            f"entities.tables: the sizes of {', '.join(unknown)} are not known; plan with typed "
+            "data, or give --entities user=600k,item=400k": bool(unknown),
+            f"dense.wrapper none is for one rank, not for {ranks}; use auto": (
+                config.dense.wrapper == "none" and ranks > 1
+            ),
+            f"dense.options.replicas: {ranks} ranks cannot be split into {self.dense_copies} "
+            "equal groups": ranks % self.dense_copies > 0,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise ConfigError(problem)
         if self.is_cuda and config.entities.engine == "torchrec":
             check_cuda_dim(self.dim)
-        if config.dense.wrapper == "none" and ranks > 1:
-            raise ConfigError(f"dense.wrapper none is for one rank, not for {ranks}; use auto")
-        if ranks % self.dense_copies:
-            raise ConfigError(
-                f"dense.options.replicas: {ranks} ranks cannot be split into "
-                f"{self.dense_copies} equal groups"
-            )
 
     def changed(self: OfRank, keys: dict[str, Any], **fields: Any) -> OfRank:
         """Return the plan with other values of config keys ("train.batch_size") and of fields.
@@ -239,6 +219,27 @@ class Rank:
         """Whether a CUDA graph holds the scores of a step."""
         ranks, has_features = self.cluster.world_size, self.sizes.num_features > 0
         return self.config.captures(self.is_cuda, ranks, has_features)
+
+    # Dense parameters: copies, each split over neighboring ranks, as distributed.dense does.
+
+    @property
+    def dense_is_sharded(self) -> bool:
+        """Whether the wrapper gathers whole parameters to run."""
+        return self.config.dense.wrapper in ("fsdp", "hybrid")
+
+    @property
+    def dense_copies(self) -> int:
+        """Number of copies, each split over ranks; one per rank if every rank holds all."""
+        if not self.dense_is_sharded:
+            return self.cluster.world_size
+        if self.config.dense.wrapper == "fsdp":
+            return 1
+        return self.config.dense.options.replicas or self.cluster.hosts
+
+    @property
+    def dense_splits(self) -> int:
+        """Number of neighboring ranks that hold a copy together."""
+        return self.cluster.world_size // self.dense_copies
 
     # The table.
 
@@ -346,7 +347,7 @@ class Rank:
     def drawn(self) -> np.ndarray:
         """(G,) chance that a negative is one particular entity of a group."""
         negatives, sizes = self.config.negatives, self.sizes
-        chance, options = sizes.drawn(self._power), negatives.among_options
+        chance, options = sizes.drawn(self.degree_power), negatives.among_options
         sides = sides_of(negatives.sides)
         counts = [negatives.drawn(side) for side in SIDES if side in sides]
         by_type = negatives.among == "seen" or (negatives.among == "types" and not options.types)
@@ -357,7 +358,7 @@ class Rank:
         return options.share * of_type + (1 - options.share) * chance
 
     @property
-    def _power(self) -> float | None:
+    def degree_power(self) -> float | None:
         """Exponent of degree sampling; None for uniform sampling."""
         negatives = self.config.negatives
         sampler = resolve("negative_sampler", negatives.sampling)
@@ -404,34 +405,25 @@ class Rank:
         return self.micro_batches * rows
 
     @cached_property
-    def served(self) -> np.ndarray:
-        """(M,) rows of each type that the busiest rank reads for all ranks in a step."""
-        ranks = self.cluster.world_size
-        if self.is_full:  # it scores and updates its own rows
-            return self.rows_of_types(self.block)
-        if self.layout != "row_wise":
-            return self.wanted * (1 if self.layout == "data_parallel" else ranks)
-        return max(self._loads, key=lambda load: load.sum())
+    def busiest(self) -> tuple[int, np.ndarray, float]:
+        """The rank that reads the most rows for all ranks in a step.
 
-    @property
-    def _loads(self) -> list[np.ndarray]:
-        """(M,) rows that all ranks look up on each rank."""
+        With its rows of each type (M,), and their number over the mean of all ranks.
+        """
         ranks, wanted = self.cluster.world_size, self.wanted
-        if len(self.types) == 1:
-            return [wanted]
-        totals = self.rows_of_types(range(self.sizes.rows))
-        shares = [self.rows_of_types(block) / totals.clip(1) for block in self.blocks]
-        return [ranks * wanted * share for share in shares]
-
-    @property
-    def imbalance(self) -> tuple[int, float]:
-        """The rank that reads the most rows for others, and its rows over the mean of all ranks."""
-        if self.is_full or self.layout == "data_parallel":
-            return 0, 1.0
-        if self.layout == "row_wise":
-            loads = [load.sum() for load in self._loads]
-            return int(np.argmax(loads)), float(max(loads) / np.mean(loads))
-        return 0, self.cluster.world_size * self.columns / self.dim
+        if self.is_full:  # it scores and updates its own rows
+            return 0, self.rows_of_types(self.block), 1.0
+        if self.layout == "data_parallel":
+            return 0, wanted, 1.0
+        if self.layout != "row_wise":
+            return 0, ranks * wanted, ranks * self.columns / self.dim
+        loads = [wanted]
+        if len(self.types) > 1:
+            totals = self.rows_of_types(range(self.sizes.rows)).clip(1)
+            loads = [ranks * wanted * (self.rows_of_types(x) / totals) for x in self.blocks]
+        numbers = [load.sum() for load in loads]
+        rank = int(np.argmax(numbers))
+        return rank, loads[rank], float(numbers[rank] / np.mean(numbers))
 
     @cached_property
     def cost(self) -> Cost:
@@ -445,160 +437,3 @@ class Rank:
         free = max(0, self.cluster.device.memory - held)
         queries = -(-self.queries // self.micro_batches)
         return self.costs.of_all(len(self.block), queries, self.is_cuda, free)
-
-    # Memory.
-
-    @cached_property
-    def memory(self) -> dict[str, Bytes]:
-        """The bytes of a rank by part, at the fullest moment of training."""
-        config, dim, rows = self.config, self.dim, 4 * self.dim * len(self.block)
-        parts = dict(self.table)
-
-        def computed(size: float) -> Bytes:
-            return Bytes(**{self.place: round(size)})
-
-        # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
-        growth = 2 if self.captures else 1
-        features = 4 * dim * self.sizes.num_features
-        exchanged = self._exchanged
-        if self.is_full:
-            if self.micro_batches > 1 or features:  # sum over micro-batches; vectors' gradients
-                parts["gradients"] = computed(rows)
-            # Vectors, rows of features and their gradients.
-            exchanged += rows + 2 * features if features else 0
-        if self.parts is not None:  # one is read ahead, and one is written
-            held = parts["weights"] + parts["optimizer state"]
-            moving = 2 / self.parts.places * (held.main + held.device)
-            parts["parts on their way"] = Bytes(main=round(moving))
-        parts["dense parameters"] = self._dense_memory
-        parts["rows and ids"] = computed(growth * exchanged)
-        parts["activations"] = computed(growth * self.cost.peak_bytes)
-        parts["batches"] = computed(_IN_FLIGHT * self._batch_bytes)
-        parts["process"] = CUDA_PROCESS if self.is_cuda else Bytes(main=CPU_PROCESS)
-        held_by_rank = 0
-        if self._power is not None and not self.is_full:  # cumulated degrees
-            held_by_rank += 8 * self.sizes.entities
-        if config.entities.on_disk:  # numbers of triples, sorted by stage
-            held_by_rank += 4 * self.sizes.triples
-        if self.is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
-            saved = parts["weights"] + parts["optimizer state"]
-            held_by_rank += min(PIECE_BYTES, saved.device + saved.main)
-        parts["process"] += Bytes(main=held_by_rank)
-        device = self._triples_on_device(sum(size.device for size in parts.values()))
-        ranked = 0 if self.is_cuda else min(RANKED_TRIPLE * self.sizes.triples, RANKED_MOST)
-        parts["triples"] = Bytes(device=device, main=self._mapped_bytes + ranked)
-        return parts
-
-    @property
-    def _exchanged(self) -> float:
-        """Bytes of rows, gradients and ids that a rank holds in a micro-batch.
-
-        Rows are held as looked up for others and as received, gradients as sent and as received.
-        Ids are held as given, grouped by owner, with the way back, and as received. Gradients of
-        several micro-batches wait for the step, which puts them together; clipping sums those of a
-        row.
-        """
-        if self.is_full:  # fetched rows, their gradients, sums of own rows, and places
-            return -(-self.fetched // self.micro_batches) * (4 * 3 * self.dim + 8 * 3)
-        wanted, served = self.wanted.sum(), self.served.sum()
-        rows = 2 * (wanted + served) / self.micro_batches
-        rows += 2 * served * (self.micro_batches > 1) + served * self.config.train.clips
-        ids = (3 * wanted + served) / self.micro_batches
-        size = 4 * self.dim * rows + 8 * ids
-        if self.sizes.num_features:  # vectors of entities, rows of pairs, and these times weights
-            size += 4 * self.dim * (self.batch.distinct.sum() + 2 * self.batch.pairs)
-        return float(size)
-
-    @property
-    def _batch_bytes(self) -> float:
-        """Bytes of a batch: positions, ids, relations, weights, the mask of candidates.
-
-        A pair of an entity and a feature has two positions and a weight. Against all entities a
-        batch has anchors, relations and answers of its queries, with one answer each.
-        """
-        if self.is_full:
-            return 8 * 4 * self.queries
-        batch = self.batch
-        queries = batch.chunks * batch.triples
-        places = 3 * queries + batch.negatives + batch.distinct.sum()
-        mask = 0
-        if self.config.negatives.masks_candidates:
-            mask = queries * sum(self.candidates.values())
-        return float(8 * places + 4 * queries + mask + 20 * batch.pairs)
-
-    @property
-    def _mapped_bytes(self) -> int:
-        """Bytes of the store that training reads again and again: triples and filter index.
-
-        The filter index of a side has an id per triple, and 16 bytes per query. A triple has at
-        most one query of its own.
-        """
-        negatives, id_bytes = self.config.negatives, 4 if self.sizes.rows < 1 << 31 else 8
-        ids = self.sizes.triples * id_bytes
-        triples = 3 * ids if negatives.regime in ("sampled", "1vsall") else 0
-        is_indexed = negatives.filtered or negatives.examples == "queries"
-        index = len(sides_of(negatives.sides)) if is_indexed else 0
-        return triples + (ids + 16 * self.sizes.triples) * index
-
-    def _triples_on_device(self, others: int) -> int:
-        """Return the bytes of the triples from which a GPU makes its batches, beside others."""
-        config, features = self.config, self.sizes.features
-        on_cpu = config.train.batches == "cpu"
-        on_cpu |= resolve("negative_sampler", config.negatives.sampling).on_cpu
-        if not self.is_cuda or config.negatives.regime != "sampled" or on_cpu:
-            return 0
-        of_features = () if features is None else (self.sizes.entities, len(features.feature))
-        size = device_bytes(config, self.sizes.triples, *of_features)
-        memory = self.cluster.device.memory
-        free = memory * (1 - self.reserve) - others
-        return size if config.train.batches == "device" or fits_device(size, memory, free) else 0
-
-    # Dense parameters: copies, each split over neighboring ranks, as distributed.dense does.
-
-    @property
-    def dense_is_sharded(self) -> bool:
-        """Whether the wrapper gathers whole parameters to run: fsdp and hybrid."""
-        return self.config.dense.wrapper in ("fsdp", "hybrid")
-
-    @property
-    def dense_copies(self) -> int:
-        """Number of copies, each split over ranks; one per rank if every rank holds all."""
-        if not self.dense_is_sharded:
-            return self.cluster.world_size
-        if self.config.dense.wrapper == "fsdp":
-            return 1
-        return self.config.dense.options.replicas or self.cluster.hosts
-
-    @property
-    def dense_splits(self) -> int:
-        """Number of neighboring ranks that hold a copy together."""
-        return self.cluster.world_size // self.dense_copies
-
-    @property
-    def dense_gathers(self) -> int:
-        """Number of gathers of split parameters per forward and backward."""
-        return 2 if self.config.dense.options.sharding == "full" else 1
-
-    @property
-    def _dense_memory(self) -> Bytes:
-        """A rank's parameters, gradients, state and averages, all float32.
-
-        DDP's buckets are views of the gradients. FSDP gathers whole parameters. It scatters whole
-        gradients: those of a backward are among the activations. Against all entities they are
-        summed over blocks first, and held once more where they are sent.
-        """
-        numbers, train = self.costs.dense_numbers, self.config.train
-        assert train.optimizer is not None
-        per_element = 4 * (2 + dense_state_numbers(train.optimizer) + train.averages)
-        kept = -(-numbers // self.dense_splits) * per_element
-        whole = 4 * numbers if self.dense_is_sharded else 0
-        if self.is_full:
-            whole *= 3 if self.dense_splits > 1 else 2
-        if self.dense_is_sharded and self.config.dense.options.cpu_offload and self.is_cuda:
-            return Bytes(device=whole, main=kept)
-        return Bytes(**{self.place: kept + whole})
-
-    @property
-    def total(self) -> Bytes:
-        """What a rank needs in all."""
-        return sum(self.memory.values(), Bytes())

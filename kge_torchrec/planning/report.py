@@ -12,8 +12,8 @@ from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, amount
 from kge_torchrec.planning.advice import Advice, advise
 from kge_torchrec.planning.devices import GB, parse_devices
+from kge_torchrec.planning.memory import TABLE_PARTS
 from kge_torchrec.planning.plan import Plan
-from kge_torchrec.planning.rank import TABLE_PARTS
 from kge_torchrec.planning.sizes import find_sizes
 from kge_torchrec.planning.step import seconds_of_types
 from kge_torchrec.training.run_data import check_start
@@ -226,7 +226,7 @@ def _lookups(plan: Plan) -> Iterator[str]:
         f"a step looks up {lookups:,.0f} {rows}, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
-    rank, times = plan.imbalance
+    rank, _, times = plan.busiest
     if times >= 1.05:
         yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
     sent, without = (
@@ -351,7 +351,7 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "sent, busiest rank",
              "modelled step", "largest part"]]  # fmt: skip
     for plan in plans:
-        limits, busiest = plan.limits, plan.imbalance[1]
+        limits, busiest = plan.limits, plan.busiest[2]
         sent = sum(sum(x) * (busiest if kind != "dense" else 1) for kind, x in plan.sent.items())
         rows.append(
             [

@@ -103,14 +103,25 @@ def sent_bytes(rank: Rank, wanted: np.ndarray) -> Sent:
         for kind in ("rows", "gradients"):
             to_all(kind, float(travel_bytes(config.entities.exchange.dtype, ids, numbers_sent)))
     if sharded:  # parameters are gathered per micro-batch, gradients travel at the last
-        ring("dense", (rank.dense_gathers * rank.micro_batches + 1) * part, spans)
+        ring("dense", (_gathers(rank) * rank.micro_batches + 1) * part, spans)
     copies = cluster.world_size // splits
     ring("dense", all_reduced(4 * numbers / splits, copies), copies > 1 < cluster.hosts)
     return sent
 
 
-def seconds_of_parts(rank: Rank, sent: Sent) -> dict[str, float]:
-    """Return the seconds of each part of a step that takes any."""
+def _gathers(rank: Rank) -> int:
+    """Return the number of gathers of split parameters per forward and backward."""
+    return 2 if rank.config.dense.options.sharding == "full" else 1
+
+
+def seconds_of_parts(rank: Rank, sent: Sent, on_device: bool) -> dict[str, float]:
+    """Return the seconds of each part of a step that takes any.
+
+    Args:
+        rank: The rank.
+        sent: The bytes that it sends.
+        on_device: Whether a GPU makes its batches.
+    """
     device, count = rank.cluster.device, rank.micro_batches
     started, python = rank.cost.operations, _PYTHON
     if rank.captures:
@@ -122,7 +133,7 @@ def seconds_of_parts(rank: Rank, sent: Sent) -> dict[str, float]:
         "scoring": count * _scoring(rank),
         "starting operations": count * (started * device.launch + python),
     }
-    if rank.memory["triples"].device:
+    if on_device:
         times["starting batches"] = count * STARTED_BY_MAKER * device.launch
     elif not rank.is_full:
         ids = round(rank.batch.lookups.sum())
@@ -132,7 +143,7 @@ def seconds_of_parts(rank: Rank, sent: Sent) -> dict[str, float]:
         times["starting collectives"] = count * _starting(rank)
         share = LINK_SHARE if rank.is_cuda else ETHERNET_SHARE
         for kind, (within, between) in sent.items():
-            busiest = rank.imbalance[1] if kind != "dense" else 1.0
+            busiest = rank.busiest[2] if kind != "dense" else 1.0
             name = "dense gradients" if kind == "dense" else f"exchange of {kind}"
             seconds = within / (device.within_host * LINK_SHARE)
             times[name] = busiest * (seconds + between / (device.between_hosts * share))
@@ -143,7 +154,7 @@ def seconds_of_types(rank: Rank) -> tuple[list[float], list[float]]:
     """Return the seconds of each node type (M) for lookups, and for the table's optimizer."""
     lookup, optimizer = [], []
     for form, served, rows in zip(
-        rank.forms, rank.served, rank.rows_of_types(rank.block), strict=True
+        rank.forms, rank.busiest[1], rank.rows_of_types(rank.block), strict=True
     ):
         local, values, state = _row_speeds(rank, form)
         read = 0 if rank.is_full else served
@@ -204,7 +215,7 @@ def _starting(rank: Rank) -> float:
     others = cluster.world_size - 2  # a first message and a first hop are in the latency
     exchanges, sums = _COLLECTIVES, 1
     if rank.dense_is_sharded:
-        sums = rank.dense_gathers + (2 if cluster.world_size > rank.dense_splits else 1)
+        sums = _gathers(rank) + (2 if cluster.world_size > rank.dense_splits else 1)
     if rank.is_full:
         exchanges, sums = 0, _FULL_COLLECTIVES
     message, hop = _MESSAGE, 2 * others * LATENCY[place]
