@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED, PlacementOptions
@@ -37,11 +37,30 @@ class Advice:
 
 def advise(plan: Plan) -> list[Advice]:
     """Return what makes the run fit, then what does not."""
-    results = []
-    for change in (_optimizer, _in_memory, _by_rows, _split_dense, _on_disk, _cached, _devices):
+    results: list[Advice] = []
+    for words, keys, fields in _single(plan):
         with suppress(ConfigError):  # another setting does not allow it
-            results += [_judged(*found) for found in change(plan)]
+            results.append(_judged(words, plan.changed(keys, **fields)))
+    for search in (_on_disk, _cached, _devices):
+        with suppress(ConfigError):
+            results += [_judged(*found) for found in search(plan)]
     return sorted(results, key=lambda advice: not advice.fits)
+
+
+def _single(plan: Plan) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield changes without a size to search for: in words, keys of the config and fields."""
+    entities = plan.config.entities
+    by_row = optimizer_class(plan.config.train.optimizer).by_row
+    if by_row and plan.layout != "data_parallel" and entities.preset == "fbgemm":
+        yield f"train.optimizer {by_row}", {"train.optimizer": by_row}, {}
+    if entities.cache_ratio:
+        keys = {"entities.placement_options": PlacementOptions(), "entities.placement": "memory"}
+        yield "entities.placement memory", keys, {}
+    if plan.layout != "row_wise":
+        yield "sharding row_wise", {}, {"layout": "row_wise"}
+    dense = getattr(plan.memory["dense parameters"], plan.place)
+    if plan.dense_splits < plan.cluster.world_size and dense >= _MATTERS * plan.limits[0].usable:
+        yield "dense.wrapper fsdp", {"dense.wrapper": "fsdp"}, {}
 
 
 def _judged(change: str, plan: Plan) -> Advice:
@@ -60,29 +79,6 @@ def _judged(change: str, plan: Plan) -> Advice:
         f"fits: {limit.place} holds {amount(limit.need)} of {amount(limit.usable)}, modelled step "
         f"{plan.step_seconds * 1e3:.3g} ms",
     )
-
-
-def _optimizer(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    by_row = optimizer_class(plan.config.train.optimizer).by_row
-    if by_row and plan.layout != "data_parallel" and plan.config.entities.preset == "fbgemm":
-        yield f"train.optimizer {by_row}", plan.changed({"train.optimizer": by_row})
-
-
-def _in_memory(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    if plan.config.entities.cache_ratio:
-        keys = {"entities.placement_options": PlacementOptions(), "entities.placement": "memory"}
-        yield "entities.placement memory", plan.changed(keys)
-
-
-def _by_rows(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    if plan.layout != "row_wise":
-        yield "sharding row_wise", plan.changed({}, layout="row_wise")
-
-
-def _split_dense(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    dense = getattr(plan.memory["dense parameters"], plan.place)
-    if plan.dense_splits < plan.cluster.world_size and dense >= _MATTERS * plan.limits[0].usable:
-        yield "dense.wrapper fsdp", plan.changed({"dense.wrapper": "fsdp"})
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, Plan]]:

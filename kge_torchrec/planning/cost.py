@@ -100,9 +100,9 @@ class Costs:
         if not chunks * triples:
             return Cost()
         if chunks > 2:  # chunks are independent of each other
-            first, second = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
-            cost = first.extended(second, chunks - 1)
-            return cost if triples <= _LARGEST else Cost().extended(cost, triples / _LARGEST)
+            few = min(triples, _LARGEST)
+            cost = at(1, few).extended(at(2, few), chunks - 1)
+            return Cost().extended(cost, triples / few)
         if triples <= _LARGEST:
             return at(chunks, triples)
         half = _LARGEST // 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.data.parts import least_exchanges
 from kge_torchrec.embeddings.torchrec.planner import Bytes, dense_state_numbers
 from kge_torchrec.planning import step
+from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.memory import memory_of
 from kge_torchrec.planning.rank import Rank
+from kge_torchrec.planning.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,35 @@ class Limit:
 @dataclass(frozen=True)
 class Plan(Rank):
     """A run on some devices, with what it needs: made from config, sizes and cluster by ``of``."""
+
+    @classmethod
+    def of(cls, config: Config, sizes: Sizes, cluster: Cluster, **options: Any) -> Plan:
+        """Return the plan of a config that may have nulls; ``options`` are other fields."""
+        config.check_device(cluster.device.is_cuda)
+        config = config.settled(sizes.graph, cluster.device.is_cuda, cluster.world_size)
+        return cls(config, sizes, cluster, **options)
+
+    def changed(self, keys: dict[str, Any], **fields: Any) -> Plan:
+        """Return the plan with other values of config keys ("train.batch_size") and of fields.
+
+        Raises:
+            ConfigError: The config does not allow a value, or another key that is set loses its
+                effect.
+        """
+        config = self.config
+        for key, value in keys.items():
+            section, name = key.split(".")
+            changed = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: changed})
+        idle = without_effect(self.config, Facts()) if keys else {}
+        for key, reason in without_effect(config, Facts()).items() if keys else ():
+            if key not in idle:
+                raise ConfigError(reason)
+        others = ("train.", "dense.", "entities.placement")
+        costs = self.costs if all(key.startswith(others) for key in keys) else None
+        return replace(self, config=config, known_costs=costs, **fields)
+
+    # Memory.
 
     @cached_property
     def memory(self) -> dict[str, Bytes]:
@@ -105,26 +138,26 @@ class Plan(Rank):
         }
 
     @property
-    def bound(self) -> str:
-        """The resource that decides how long a step takes."""
-        busy = self.busy
-        working = busy["device"] + busy["links"]  # one after the other
-        if self.is_cuda and max(busy["host"], busy["loader"]) < working:
-            return max("device", "links", key=lambda name: busy[name])
-        return max(busy, key=lambda name: busy[name])
-
-    @property
-    def decisive(self) -> dict[str, float]:
-        """The seconds of the parts that a step's time is the sum of.
+    def longest(self) -> tuple[str, ...]:
+        """The resources that a step's time is the sum of.
 
         A GPU works while the host starts its next operations and makes the next batch, so the
         longest of the three counts. On a CPU all parts add up.
         """
-        chains = [("host",), ("loader",), ("device", "links")]
         if not self.is_cuda:
-            chains = [tuple(step.RESOURCES)]
-        longest = max(chains, key=lambda chain: sum(self.busy[name] for name in chain))
-        parts = [part for name in longest for part in step.RESOURCES[name]]
+            return tuple(step.RESOURCES)
+        chains = [("host",), ("loader",), ("device", "links")]
+        return max(chains, key=lambda chain: sum(self.busy[name] for name in chain))
+
+    @property
+    def bound(self) -> str:
+        """The resource that decides how long a step takes."""
+        return max(self.longest, key=lambda name: self.busy[name])
+
+    @property
+    def decisive(self) -> dict[str, float]:
+        """The seconds of the parts that a step's time is the sum of."""
+        parts = [part for name in self.longest for part in step.RESOURCES[name]]
         return {part: self.seconds[part] for part in parts if part in self.seconds}
 
     @property

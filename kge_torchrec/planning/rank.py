@@ -6,14 +6,13 @@ many. How many different rows a batch has is expected, not counted (see ``sizes`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.batches.triples import share_of
@@ -34,7 +33,6 @@ from kge_torchrec.planning.devices import Cluster, is_number
 from kge_torchrec.planning.sizes import Sizes
 from kge_torchrec.training.assembly import sides_of
 
-OfRank = TypeVar("OfRank", bound="Rank")
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 << 20, main=3072 << 20)
 
@@ -45,11 +43,11 @@ class Batch:
 
     chunks: int  # C
     triples: int  # b, padding included
-    positives: int  # triples without padding
     negatives: int  # entities drawn, over chunks and sides
+    chance: np.ndarray  # (G,) that an entity of a group occurs
     distinct: np.ndarray  # (M,) different rows of each type, expected
     lookups: np.ndarray  # (M,) rows of each type with duplicates, expected
-    pairs: float = 0.0  # of a different entity and one of its features, expected
+    pairs: float  # of a different entity and one of its features, expected
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Rank:
     """One rank of a run on some devices.
 
     Args:
-        config: The config, with a value for every null: ``of`` chooses them.
+        config: The config, with a value for every null: ``Plan.of`` chooses them.
         sizes: The sizes of the graph.
         cluster: The devices.
         layout: One of ``SHARDINGS``; training has row_wise.
@@ -76,15 +74,6 @@ class Rank:
     reserve: float = 0.05
     known_costs: Costs | None = field(default=None, repr=False, compare=False)
     known_cost: Cost | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def of(
-        cls: type[OfRank], config: Config, sizes: Sizes, cluster: Cluster, **options: Any
-    ) -> OfRank:
-        """Return the plan of a config that may have nulls."""
-        config.check_device(cluster.device.is_cuda)
-        config = config.settled(sizes.graph, cluster.device.is_cuda, cluster.world_size)
-        return cls(config, sizes, cluster, **options)
 
     def __post_init__(self) -> None:
         config, ranks, layout = self.config, self.cluster.world_size, self.layout
@@ -120,26 +109,6 @@ class Rank:
                 raise ConfigError(problem)
         if self.is_cuda and config.entities.engine == "torchrec":
             check_cuda_dim(self.dim)
-
-    def changed(self: OfRank, keys: dict[str, Any], **fields: Any) -> OfRank:
-        """Return the plan with other values of config keys ("train.batch_size") and of fields.
-
-        Raises:
-            ConfigError: The config does not allow a value, or another key that is set loses its
-                effect.
-        """
-        config = self.config
-        for key, value in keys.items():
-            section, name = key.split(".")
-            changed = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: changed})
-        idle = without_effect(self.config, Facts()) if keys else {}
-        for key, reason in without_effect(config, Facts()).items() if keys else ():
-            if key not in idle:
-                raise ConfigError(reason)
-        others = ("train.", "dense.", "entities.placement")
-        costs = self.costs if all(key.startswith(others) for key in keys) else None
-        return replace(self, config=config, known_costs=costs, **fields)
 
     # The run.
 
@@ -307,18 +276,18 @@ class Rank:
         """The rows of the rank that needs the most memory for them."""
         return max(self.blocks, key=lambda block: self.table_bytes(self.rows_of_types(block)))
 
-    def table_bytes(self, rows: np.ndarray, columns: int | None = None) -> int:
-        """Return the bytes of rows of each type (M,) with their optimizer state."""
-        sizes = self._table(rows, self.dim if columns is None else columns).values()
-        whole = sum(sizes, Bytes())
-        return whole.device + whole.main
-
-    def _table(self, rows: np.ndarray, columns: int) -> dict[str, Bytes]:
+    def table_of(self, rows: np.ndarray, columns: int) -> dict[str, Bytes]:
+        """Return the bytes of rows of each type (M,) by part."""
         parts: dict[str, Bytes] = {}
         for count, form in zip(rows.tolist(), self.forms, strict=True):
             for part, size in table_memory(count, columns, form, self.is_cuda).items():
                 parts[part] = parts.get(part, Bytes()) + size
         return parts
+
+    def table_bytes(self, rows: np.ndarray) -> int:
+        """Return the bytes of whole rows of each type (M,) with their optimizer state."""
+        whole = sum(self.table_of(rows, self.dim).values(), Bytes())
+        return whole.device + whole.main
 
     @property
     def columns(self) -> int:
@@ -332,7 +301,7 @@ class Rank:
     @cached_property
     def table(self) -> dict[str, Bytes]:
         """The bytes of a rank's shard by part."""
-        return self._table(self.rows_of_types(self.block), self.columns)
+        return self.table_of(self.rows_of_types(self.block), self.columns)
 
     # A micro-batch.
 
@@ -365,38 +334,27 @@ class Rank:
         return sampler.frequency_power(negatives.sampler_options())
 
     @cached_property
-    def chance(self) -> np.ndarray:
-        """(G,) chance that an entity of a group occurs in the micro-batch."""
-        batch = self._shape
-        return self.sizes.occurring(batch[2], batch[3], self.drawn)
-
-    @cached_property
-    def _shape(self) -> tuple[int, int, int, int]:
-        """Chunks, triples per chunk, positives and negatives of the largest micro-batch."""
-        negatives = self.config.negatives
-        chunk_size = negatives.chunk_size or self.batch_size
-        shares, shape = self.cluster.world_size * self.micro_batches, (0, 0, 0)
-        for number in range(shares if negatives.chunk_size else 1):
-            positions, inside = share_of(self.batch_size, chunk_size, number, shares)
-            shape = max(shape, (*positions.shape, int(inside.sum())), key=lambda x: x[0] * x[1])
-        if not negatives.chunk_size:  # shares of one chunk differ by one triple
-            most = -(-self.batch_size // shares)
-            shape = (1, most, most)
-        per_chunk = sum(negatives.drawn(side) for side in sides_of(negatives.sides))
-        return (*shape, shape[0] * per_chunk)
-
-    @cached_property
     def batch(self) -> Batch:
         """The largest micro-batch of a rank."""
-        chunks, triples, _, drawn = self._shape
-        sizes, features = self.sizes, self.sizes.features
+        negatives, sizes, features = self.config.negatives, self.sizes, self.sizes.features
+        shares = self.cluster.world_size * self.micro_batches
+        most = -(-self.batch_size // shares)  # shares of one chunk differ by one triple
+        chunks, triples, positives = 1, most, most
+        if negatives.chunk_size:
+            places = (share_of(self.batch_size, negatives.chunk_size, n, shares)
+                      for n in range(shares))  # fmt: skip
+            shapes = ((*at.shape, int(inside.sum())) for at, inside in places)
+            chunks, triples, positives = max(shapes, key=lambda x: x[0] * x[1])
+        drawn = chunks * sum(negatives.drawn(side) for side in sides_of(negatives.sides))
+        chance = sizes.occurring(positives, drawn, self.drawn)
         times = 2 * chunks * triples * sizes.probability + drawn * self.drawn
-        distinct, lookups = (sizes.per_type(x, self.types) for x in (self.chance, times))
-        if features is None:
-            return Batch(*self._shape, distinct, lookups)
-        distinct[-1] += features.distinct(self.chance)
-        lookups[-1] += features.pairs(times)
-        return Batch(*self._shape, distinct, lookups, features.pairs(self.chance))
+        distinct, lookups = (sizes.per_type(x, self.types) for x in (chance, times))
+        pairs = 0.0
+        if features is not None:
+            distinct[-1] += features.distinct(chance)
+            lookups[-1] += features.pairs(times)
+            pairs = features.pairs(chance)
+        return Batch(chunks, triples, drawn, chance, distinct, lookups, pairs)
 
     @property
     def wanted(self) -> np.ndarray:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import Facts
@@ -81,36 +84,34 @@ def make_plan(
 
 def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Return the plan as text: memory, traffic, time, and what makes it fit."""
-    blocks = [
+    blocks: list[Iterable[str]] = [
         _head(plan),
-        table(_memory(plan)),
-        table(_types(plan)) if len(plan.types) > 1 else "",
-        "\n".join([*_limits(plan), *_disk(plan)]),
-        table(_traffic(plan)) if plan.cluster.world_size > 1 else "one device sends nothing",
-        "\n".join(_lookups(plan)),
-        "\n".join(_times(plan)),
+        [table(_memory(plan))],
+        [table(_types(plan))] if len(plan.types) > 1 else [],
+        [*_limits(plan), *_disk(plan)],
+        [table(_traffic(plan))] if plan.cluster.world_size > 1 else ["one device sends nothing"],
+        _lookups(plan),
+        _times(plan),
     ]
     if not plan.fits:
-        blocks.append("\n".join(_beside_the_table(plan)))
-        lines = [f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice]
-        blocks.append("\n".join(["What would make it fit:", *lines]))
-    blocks.append("\n".join(f"note: {note}" for note in notes(plan)))
-    return "\n\n".join(filter(None, blocks))
+        tried = (f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice)
+        blocks += [_beside_the_table(plan), ["What would make it fit:", *tried]]
+    blocks.append(f"note: {note}" for note in notes(plan))
+    return "\n\n".join(filter(None, map("\n".join, blocks)))
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Plan) -> Iterator[str]:
     config, sizes = plan.config, plan.sizes
-    examples = config.negatives.examples
-    unit = "" if examples == "triples" else f" {examples}"
+    unit = "" if config.negatives.examples == "triples" else f" {config.negatives.examples}"
     features = f" and {sizes.num_features:,} features" if sizes.num_features else ""
     optimizers = ", ".join(dict.fromkeys(form.optimizer for form in plan.forms))
-    return (
+    yield (
         f"{sizes.entities:,} entities{features} x {plan.dim} ({optimizers}), "
         f"{config.model.scorer} with {sizes.relations:,} relations, {sizes.triples:,} triples in "
-        f"batches of {plan.batch_size:,}{unit}\n"
-        f"{plan.cluster}: {plan.in_words}\n"
-        f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
+        f"batches of {plan.batch_size:,}{unit}"
     )
+    yield f"{plan.cluster}: {plan.in_words}"
+    yield "It fits." if plan.fits else "It does NOT fit."
 
 
 def _memory(plan: Plan) -> Rows:
@@ -131,33 +132,25 @@ def type_sizes(plan: Plan) -> list[dict[str, Any]]:
     """
     if len(plan.types) == 1:
         return []
-    ranks, sampled = plan.cluster.world_size, not plan.is_full
-    totals = plan.rows_of_types(range(plan.sizes.rows))
-    own = plan.rows_of_types(plan.block)
-    lookup, optimizer = seconds_of_types(plan)
-    results = []
-    for i, kind in enumerate(plan.types):
-        only = own * [i == j for j in range(len(own))]
-        places, distinct, wanted = (
-            float(ranks * x[i]) if sampled else 0.0
-            for x in (
-                plan.micro_batches * plan.batch.lookups,
-                plan.micro_batches * plan.batch.distinct,
-                plan.wanted,
-            )
-        )
-        rows = {"with_duplicates": places, "deduplicated": distinct}
-        results.append(
-            {
-                "type": kind,
-                "entities": int(totals[i]),
-                "optimizer": plan.forms[i].optimizer,
-                "bytes": plan.table_bytes(only),
-                "rows": {**rows, "sent": wanted * (1 - 1 / ranks)},
-                "seconds": lookup[i] + optimizer[i],
-            }
-        )
-    return results
+    ranks, number = plan.cluster.world_size, 0 if plan.is_full else plan.cluster.world_size
+    totals, own = map(plan.rows_of_types, (range(plan.sizes.rows), plan.block))
+    times = map(sum, zip(*seconds_of_types(plan), strict=True))
+    rows = {
+        "with_duplicates": number * plan.micro_batches * plan.batch.lookups,
+        "deduplicated": number * plan.micro_batches * plan.batch.distinct,
+        "sent": number * plan.wanted * (1 - 1 / ranks),
+    }
+    return [
+        {
+            "type": kind,
+            "entities": int(totals[i]),
+            "optimizer": plan.forms[i].optimizer,
+            "bytes": plan.table_bytes(own * (np.arange(len(own)) == i)),
+            "rows": {name: float(of_types[i]) for name, of_types in rows.items()},
+            "seconds": time,
+        }
+        for i, (kind, time) in enumerate(zip(plan.types, times, strict=True))
+    ]
 
 
 def _types(plan: Plan) -> Rows:
@@ -206,12 +199,12 @@ def _disk(plan: Plan) -> Iterator[str]:
 
 
 def _traffic(plan: Plan) -> Rows:
-    steps = plan.steps_per_epoch
     rows = [["sent by a rank", "per step", "to other hosts", "per epoch", "to other hosts"]]
-    whole = tuple(sum(x) for x in zip(*plan.sent.values(), strict=True))
+    whole = tuple(map(sum, zip(*plan.sent.values(), strict=True)))
     for kind, (within, between) in [*plan.sent.items(), ("all", whole)]:
         sizes = [within + between, between]
-        rows.append([kind, *(amount(size) for size in [*sizes, *(x * steps for x in sizes)])])
+        sizes += [plan.steps_per_epoch * size for size in sizes]
+        rows.append([kind, *map(amount, sizes)])
     return rows
 
 
@@ -241,28 +234,27 @@ def _lookups(plan: Plan) -> Iterator[str]:
 
 
 def _times(plan: Plan) -> Iterator[str]:
-    examples, epochs = plan.config.negatives.examples, plan.config.train.epochs
+    epochs, cluster, device = plan.config.train.epochs, plan.cluster, plan.cluster.device
     yield (
         f"a step would take {seconds(plan.step_seconds)} ({plan.examples_per_second:,.0f} "
-        f"{examples}/s), an epoch {seconds(plan.epoch_seconds)}, all {epochs:,} "
-        f"{seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a measurement"
+        f"{plan.config.negatives.examples}/s), an epoch {seconds(plan.epoch_seconds)}, all "
+        f"{epochs:,} {seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a "
+        "measurement"
     )
     yield f"  {_BOUNDS[plan.bound]}"
     shares = percentages(plan.decisive)
-    for part, share in sorted(shares.items(), key=lambda item: -plan.decisive[item[0]]):
-        yield f"  {part:<22} {seconds(plan.seconds[part]):>9}  {share:3d}%"
-    hidden = {part: time for part, time in plan.seconds.items() if part not in plan.decisive}
+    for part, time in sorted(plan.decisive.items(), key=lambda item: -item[1]):
+        yield f"  {part:<22} {seconds(time):>9}  {shares[part]:3d}%"
+    hidden = [f"{part} {seconds(time)}" for part, time in plan.seconds.items()
+              if part not in plan.decisive]  # fmt: skip
     if hidden:
-        listed = ", ".join(f"{part} {seconds(time)}" for part, time in hidden.items())
-        yield f"  at the same time: {listed}"
-    if plan.cluster.world_size > 1 or plan.is_cuda:
-        device = plan.cluster.device
-        links = {
-            "to ranks of the host": device.within_host if plan.cluster.per_host > 1 else 0,
-            "to other hosts": device.between_hosts if plan.cluster.hosts > 1 else 0,
-            "to main memory": device.host_link if plan.is_cuda else 0,
-        }
-        listed = ", ".join(f"{speed / GB:g} GB/s {to}" for to, speed in links.items() if speed)
+        yield f"  at the same time: {', '.join(hidden)}"
+    links = {
+        "to ranks of the host": device.within_host if cluster.per_host > 1 else 0,
+        "to other hosts": device.between_hosts if cluster.hosts > 1 else 0,
+        "to main memory": device.host_link if plan.is_cuda else 0,
+    }
+    if listed := ", ".join(f"{speed / GB:g} GB/s {to}" for to, speed in links.items() if speed):
         yield f"  links are assumed to have {listed}"
 
 
@@ -280,11 +272,8 @@ def percentages(values: dict[str, float]) -> dict[str, int]:
 def _beside_the_table(plan: Plan) -> Iterator[str]:
     """Yield what fills a rank on which there is no room for a single row."""
     usable = plan.limits[0].usable // (1 if plan.is_cuda else plan.cluster.per_host)
-    parts = {
-        part: getattr(size, plan.place)
-        for part, size in plan.memory.items()
-        if part not in TABLE_PARTS
-    }
+    parts = {part: getattr(x, plan.place) for part, x in plan.memory.items()
+             if part not in TABLE_PARTS}  # fmt: skip
     if sum(parts.values()) > usable:
         largest = sorted(parts, key=lambda part: -parts[part])[:3]
         listed = ", ".join(f"{part} {amount(parts[part])}" for part in largest if parts[part])
@@ -339,10 +328,8 @@ def all_layouts(plan: Plan) -> list[Plan]:
     """
     plans = []
     for layout in SHARDINGS:
-        try:
+        with suppress(ConfigError):  # such as columns against all entities
             plans.append(plan.changed({}, layout=layout))
-        except ConfigError:  # such as columns against all entities
-            continue
     return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))
 
 
@@ -389,14 +376,16 @@ def table(rows: Rows) -> str:
 
 def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
     """Return everything that a plan says, as plain values."""
-    config, sizes, cluster = plan.config, plan.sizes, plan.cluster
-    places = ("device", "main")
-    ways = ("within_hosts", "between_hosts")
-    counted = {} if plan.is_full else {
-        name: float(plan.micro_batches * rows.sum())
-        for name, rows in (("deduplicated", plan.batch.distinct),
-                           ("with_duplicates", plan.batch.lookups))
-    }  # fmt: skip
+    config, sizes, cluster, full = plan.config, plan.sizes, plan.cluster, plan.is_full
+    rows = {} if full else {"deduplicated": plan.batch.distinct,
+                            "with_duplicates": plan.batch.lookups}  # fmt: skip
+    sent, duplicated = (
+        {
+            kind: dict(zip(("within_hosts", "between_hosts"), x, strict=True))
+            for kind, x in y.items()
+        }
+        for y in (plan.sent, {} if full else plan.sent_with_duplicates)
+    )
     return {
         "table": {
             "entities": sizes.entities,
@@ -431,12 +420,8 @@ def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "memory": {
             "what": "bytes of the rank with the most rows",
             **{
-                place: {
-                    part: size
-                    for part, sizes_of_part in plan.memory.items()
-                    if (size := getattr(sizes_of_part, place))
-                }
-                for place in places
+                place: {part: x for part, y in plan.memory.items() if (x := getattr(y, place))}
+                for place in ("device", "main")
             },
             "total": asdict(plan.total),
         },
@@ -445,12 +430,9 @@ def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "traffic": {
             "unit": "bytes sent in a step by a rank",
             "steps_per_epoch": plan.steps_per_epoch,
-            "lookups": counted,
-            "sent": {kind: dict(zip(ways, x, strict=True)) for kind, x in plan.sent.items()},
-            "with_duplicates": {} if plan.is_full else {
-                kind: dict(zip(ways, x, strict=True))
-                for kind, x in plan.sent_with_duplicates.items()
-            },
+            "lookups": {k: float(plan.micro_batches * x.sum()) for k, x in rows.items()},
+            "sent": sent,
+            "with_duplicates": duplicated,
         },
         "step": {
             "what": "a model from bytes, operations and the device's speeds, not a measurement",
@@ -463,4 +445,4 @@ def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "training_seconds": config.train.epochs * plan.epoch_seconds,
         "advice": [asdict(item) for item in advice],
         "notes": [*notes(plan)],
-    }  # fmt: skip
+    }

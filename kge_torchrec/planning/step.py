@@ -52,7 +52,6 @@ RESOURCES = {
     "device": ("lookup", "scoring", "table optimizer"),
     "links": ("exchange of ids", "exchange of rows", "exchange of gradients", "dense gradients"),
 }
-KINDS = ("ids", "rows", "gradients", "dense")
 Sent = dict[str, tuple[float, float]]  # bytes within a host and to other hosts, by kind
 
 
@@ -179,7 +178,7 @@ def _row_speeds(rank: Rank, form: TableForm) -> tuple[float, float, float]:
     local = values = state = device.gather_bandwidth
     in_main = form.kernel == UVM_CACHING
     if in_main:
-        hits = rank.sizes.cache_hits(rank.chance, form.cache_ratio)
+        hits = rank.sizes.cache_hits(rank.batch.chance, form.cache_ratio)
         values = 1 / (hits / local + (1 - hits) / device.host_link)
     by_row_only = not optimizer_class(form.optimizer).state_numbers()[0]  # stays on the GPU
     if device.is_cuda and (form.state_in_main if not in_main else not by_row_only):
