@@ -17,8 +17,8 @@ from key_effects import Effects, changed, make_graphs, restored
 from training_runs import quiet
 
 from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config.describe import options_help
 from kge_torchrec.config.keys import declared, key_of
-from kge_torchrec.config.options import options_help
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.distributed.processes import processes
 

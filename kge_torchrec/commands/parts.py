@@ -11,8 +11,7 @@ import textwrap
 from typing import Any, Literal
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.describe import json_schema, keys_help, keys_page
-from kge_torchrec.config.options import Option, options_help
+from kge_torchrec.config.describe import Option, json_schema, keys_help, keys_page, options_help
 from kge_torchrec.config.registry import KINDS, resolve
 
 Listed = Literal[

@@ -175,8 +175,8 @@ class Config(Section):
             return
         named = {"train.optimizer": self.train.optimizer}
         for kind in self.entities.tables or {}:
-            own = self.entities.optimizer_of(kind, self.train.optimizer)
-            named.setdefault(f"entities.tables.{kind}.optimizer", own)
+            own = self.entities.table_of(kind, self.train, self.model).optimizer
+            named[f"entities.tables.{kind}.optimizer"] = own
         for name, optimizer in named.items():
             if optimizer not in OPTIMIZER_NAMES:
                 raise ConfigError(

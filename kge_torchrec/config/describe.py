@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, type_of
-from kge_torchrec.config.options import as_yaml, hints, in_words, members, options_help, settings_of
+from kge_torchrec.config.options import as_yaml, hints, in_words, members, settings_of
 from kge_torchrec.config.registry import KINDS, resolve
 
 _PAGE = """\
@@ -99,6 +100,46 @@ def _options_of(part: Part | None) -> Mapping[str, tuple[Field[Any], list[str]]]
             if "key" in item.metadata:
                 rows.setdefault(item.name, (item, []))[1].append(name)
     return rows
+
+
+class Option(NamedTuple):
+    """One field of an Options class, for people."""
+
+    name: str
+    kind: str  # "integer", "number or null", ...
+    default: str  # as a config has it
+    help: str
+
+
+def options_help(owner: Any) -> list[Option]:
+    """Return the options of a class, with the help of their keys or of the docstring."""
+    settings = settings_of(owner)
+    said = _arguments_in(settings.__doc__ or "")
+    options = []
+    for item in fields(settings):
+        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name, "")
+        kind = re.sub(r"\ban? ", "", in_words(hints(settings)[item.name]))
+        has_none = item.default is item.default_factory is MISSING
+        default = "none, must be set" if has_none else as_yaml(default_of(item))
+        options.append(Option(item.name, kind, default, text))
+    return options
+
+
+def _arguments_in(docstring: str) -> dict[str, str]:
+    """Return {name: text} of the section Args of a docstring in Google's style."""
+    lines = iter(docstring.expandtabs().splitlines())
+    indent = next((len(x) - len(x.lstrip()) for x in lines if x.strip() == "Args:"), None)
+    said: dict[str, str] = {}
+    name, first = "", None
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if indent is None or (line.strip() and depth <= indent):
+            break
+        first = depth if first is None else first
+        if depth == first and ": " in line:
+            name, _, line = line.strip().partition(": ")
+        said[name] = f"{said.get(name, '')} {line.strip()}".strip()
+    return said
 
 
 # The JSON schema: editors complete and check a config file by it

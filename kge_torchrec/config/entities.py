@@ -233,7 +233,3 @@ class EntitiesConfig(Section):
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
-
-    def optimizer_of(self, kind: str, default: str) -> str:
-        """Return the optimizer of a node type's table; ``default`` without its own."""
-        return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default

@@ -79,9 +79,7 @@ class ModelConfig(Section):
     scorer: str = key(
         "complex",
         "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
-        "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
-        "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
-        "conex, aconex, convq, convo, coke, lfmult, rote, roth, meim, operator.",
+        f"{', '.join(SCORER_NAMES)}.",
         resume=fixed(),
     )
     dim: PickedInt = key(

@@ -1,4 +1,4 @@
-"""Turn values of files and command lines into dataclasses: ``converted``, ``parse_options``.
+"""Turn values of files and command lines into dataclasses: ``checked_type``, ``parse_options``.
 
 A part that a config names, such as a scorer, has its options in a dataclass ``Options``, which is
 the only place of their types, defaults and help texts.
@@ -6,13 +6,13 @@ the only place of their types, defaults and help texts.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -64,7 +64,7 @@ def checked_type(value: Any, hint: Any, key: str) -> Any:
         ConfigError: It has another type.
     """
     try:
-        return converted(value, hint)
+        return _converted(value, members(hint))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     except TypeError:
@@ -77,49 +77,39 @@ def checked_type(value: Any, hint: Any, key: str) -> Any:
     raise ConfigError(f"{key} must be {in_words(hint)}, got {as_yaml(value)}{quote}")
 
 
-def converted(value: Any, hint: Any) -> Any:
-    """Return a value in a type.
-
-    Raises:
-        TypeError: The value has another type.
-    """
-    kinds = members(hint)
-    if isinstance(value, Typed):
-        return _meant(value, hint, kinds)
-    if hint is Any:
-        return value
-    exact = [one for one in kinds if (get_origin(one) or one) is type(value)]
-    for one in (*exact, *kinds):
-        try:
-            return _one_converted(value, get_origin(one) or one, get_args(one))
-        except (TypeError, ValueError, OverflowError):
-            continue
-    raise TypeError
-
-
 def members(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _meant(text: Typed, hint: Any, kinds: tuple[Any, ...]) -> Any:
-    """Return what a text of the command line means: text where the key takes only text."""
-    if NoneType in kinds and text in ("null", "~"):
-        return None
-    others = tuple(one for one in kinds if one not in (str, NoneType))
-    if others:
-        try:
-            plain = parse_yaml(text)
-        except yaml.YAMLError:
-            plain = str(text)
-        for value in (plain, str(text)):
-            try:
-                return converted(value, Union[others])  # noqa: UP007 - of a tuple
-            except TypeError:
-                continue
-    if str in kinds:
-        return str(text)
+def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """Return a value in one of some types; raise TypeError if it has none of them.
+
+    A typed text is text where the key takes only text, and otherwise what YAML reads, if it can be.
+    """
+    if isinstance(value, Typed):
+        text = str(value)
+        if NoneType in kinds and text in ("null", "~"):
+            return None
+        others = tuple(kind for kind in kinds if kind not in (str, NoneType))
+        for meant in (_read(text), text) if others else ():
+            with contextlib.suppress(TypeError):
+                return _converted(meant, others)
+        value = text
+        kinds = tuple(kind for kind in kinds if kind is str)
+    exact = [kind for kind in kinds if (get_origin(kind) or kind) is type(value)]
+    for kind in (*exact, *kinds):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return _one_converted(value, get_origin(kind) or kind, get_args(kind))
     raise TypeError
+
+
+def _read(text: str) -> Any:
+    """Return what YAML reads, or the text where it is no YAML."""
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
@@ -134,11 +124,13 @@ def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
         if not arguments:
             return kind(value)
         if kind is tuple and Ellipsis not in arguments:
-            return tuple(converted(*pair) for pair in zip(value, arguments, strict=True))
-        return kind(converted(item, arguments[0]) for item in value)
+            return tuple(
+                _converted(item, members(of)) for item, of in zip(value, arguments, strict=True)
+            )
+        return kind(_converted(item, members(arguments[0])) for item in value)
     if kind is dict and isinstance(value, Mapping):
-        of = arguments[1] if arguments else Any
-        return {name: converted(item, of) for name, item in value.items()}
+        of = members(arguments[1] if arguments else Any)
+        return {name: _converted(item, of) for name, item in value.items()}
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
@@ -187,51 +179,3 @@ def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
         if rules is not None and rules.check is not None and value is not None:
             rules.check(f"{key}.{item.name}", value)
     return options
-
-
-class Option(NamedTuple):
-    """One field of an Options class, for people."""
-
-    name: str
-    kind: str  # "integer", "number or null", ...
-    default: str  # as a config has it
-    help: str
-
-
-def options_help(owner: Any) -> list[Option]:
-    """Return the options of a class, with the help of their keys or of the docstring."""
-    settings = settings_of(owner)
-    said = _arguments_in(settings.__doc__ or "")
-    options = []
-    for item in fields(settings):
-        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name, "")
-        kind = re.sub(r"\ban? ", "", in_words(hints(settings)[item.name]))
-        options.append(Option(item.name, kind, _default(item), text))
-    return options
-
-
-def _arguments_in(docstring: str) -> dict[str, str]:
-    """Return {name: text} of the section Args of a docstring in Google's style."""
-    lines = iter(docstring.expandtabs().splitlines())
-    indent = next((len(x) - len(x.lstrip()) for x in lines if x.strip() == "Args:"), None)
-    said: dict[str, str] = {}
-    name, first = "", None
-    for line in lines:
-        depth = len(line) - len(line.lstrip())
-        if indent is None or (line.strip() and depth <= indent):
-            break
-        first = depth if first is None else first
-        if depth == first and ": " in line:
-            name, _, line = line.strip().partition(": ")
-        said[name] = f"{said.get(name, '')} {line.strip()}".strip()
-    return said
-
-
-def _default(item: Field[Any]) -> str:
-    """Return the default of a field as a config file writes it."""
-    if item.default is MISSING and item.default_factory is MISSING:
-        return "none, must be set"
-    value = item.default if item.default_factory is MISSING else item.default_factory()
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

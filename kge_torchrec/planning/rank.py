@@ -231,7 +231,7 @@ class Rank:
         replicated = self.layout == "data_parallel"
         kernel = DENSE if replicated else UVM_CACHING if entities.cache_ratio else FUSED
         assert train.optimizer is not None
-        names = [entities.optimizer_of(kind, train.optimizer) for kind in self.types]
+        names = [entities.table_of(x, train, self.config.model).optimizer for x in self.types]
         return [
             TableForm(
                 name,
