@@ -14,8 +14,8 @@ import numpy as np
 
 from kge_torchrec import files
 from kge_torchrec.answers import Answering
-from kge_torchrec.answers.batch_inference import read_triples
 from kge_torchrec.answers.calibration import Calibration, calibrate
+from kge_torchrec.answers.files import read_triples
 from kge_torchrec.answers.queries import FEW, Link, new_links
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.batch_inference import FileReport, answer_file, read_triples, score_file
+from kge_torchrec.answers.files import FileReport, answer_file, read_triples, score_file
 from kge_torchrec.answers.queries import (
     FEW,
     MEANINGS,
@@ -77,18 +77,14 @@ class Answering:
         """
         model, query = self.model, (head, relation, tail)
         choice, missing = Choice(k, known_answers(model, known)), missing_part(query)
-        for name, part in zip(PARTS, query, strict=True):
+        lookups, ids = (model.entity_ids, model.relation_ids, model.entity_ids), []
+        for name, part, ids_of in zip(PARTS, query, lookups, strict=True):
             if np.ndim(part):  # type: ignore[arg-type]
                 raise ConfigError(
                     f"{name} must be one label or id, got {part!r:.60}; answer_file takes many "
                     "queries"
                 )
-        ids = [
-            0 if part is None else int(ids_of(part))
-            for ids_of, part in zip(
-                (model.entity_ids, model.relation_ids, model.entity_ids), query, strict=True
-            )
-        ]
+            ids.append(0 if part is None else int(ids_of(part)))
         return predictions(model, missing, torch.tensor([ids]), choice)[0]
 
     def answer_file(

@@ -111,7 +111,7 @@ def _print(
             if row["probability"] is None:
                 del row["probability"]
         if names is not None:
-            from kge_torchrec.answers.tables import names_by_label
+            from kge_torchrec.answers.files import names_by_label
 
             named = names_by_label(names)
             rows = [{**row, "name": named.get(row["label"], "")} for row in rows]

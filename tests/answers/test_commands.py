@@ -115,8 +115,8 @@ class Terminal(io.StringIO):
 
 
 def test_tables_fit_the_terminal_width(monkeypatch):
+    from kge_torchrec.answers.files import record_rows, written
     from kge_torchrec.answers.queries import Link
-    from kge_torchrec.answers.tables import record_rows, written
 
     monkeypatch.setenv("COLUMNS", "80")
     links = [Link(rank, "h" * 90, "located in", "t" * rank, -0.5, 0.25) for rank in (1, 70)]

@@ -6,11 +6,12 @@ import errno
 import json
 import os
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kge_torchrec import files
-from kge_torchrec.answers import batch_inference
+from kge_torchrec.answers import files as answer_files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError
 
@@ -56,8 +57,8 @@ def check_problems(report):
 
 @pytest.mark.parametrize("batch, queries", [(4096, 512), (3, 1)])
 def test_valid_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
-    monkeypatch.setattr(batch_inference, "BATCH", batch)
-    monkeypatch.setattr(batch_inference, "QUERIES", queries)
+    monkeypatch.setattr(answer_files, "BATCH", batch)
+    monkeypatch.setattr(answer_files, "QUERIES", queries)
     report = run.answer_file(file, tmp_path / "out.parquet", "parquet", k=4)
     assert report.answered == len(GOOD)
     check_problems(report)
@@ -123,11 +124,12 @@ def test_unreadable_and_unwritable_files_are_reported(run, file, tmp_path, monke
     assert sorted(os.listdir(tmp_path)) == ["out", "queries.tsv"]
 
 
-def test_labels_with_tabs_are_escaped():
-    from kge_torchrec.answers.tables import _texts
-
-    values = ["a\tb\\c\n", None, 1.5, 3]
-    assert _texts(values, repr) == ["a\\tb\\\\c\\n", "", "1.5", "3"]
+def test_labels_with_tabs_are_escaped(capsys):
+    rows = pa.table({"label": ["a\tb\\c\n", None], "score": [1.5, 0.1], "rank": [3, 4]})
+    with answer_files.written("tsv", None) as write:
+        assert write(rows) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["label\tscore\trank", "a\\tb\\\\c\\n\t1.5\t3", "\t0.1\t4"]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "head\trelation\ttail\n"])
