@@ -271,6 +271,8 @@ def new_links(
             for first, block in blocks:
                 least = float(scores[-1]) if len(scores) == k else _kth(block, k)
                 row, column = (block >= least).nonzero(as_tuple=True)
+                if not len(row):
+                    continue  # most blocks of a large k, whose sort takes long
                 own = batch[row.cpu()] * model.num_entities + first + column.cpu()
                 scores = np.append(scores, block[row, column].cpu().numpy())
                 scores, pairs = _best_pairs(scores, np.append(pairs, own.numpy()), k)
