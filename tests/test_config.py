@@ -245,6 +245,13 @@ def test_wrong_types_are_rejected(written, key, value, message):
     assert error_of(path=path) == f"{path}:2: {message}"
 
 
+def test_settings_of_a_type_are_a_mapping(written):
+    message = "entities.tables.user must be a mapping or null, got 3"
+    assert error_of({"entities.tables": {"user": 3}}) == message
+    path = written("entities:\n  tables:\n    user: 3\n")
+    assert error_of(path=path) == f"{path}:3: {message}"
+
+
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
 def test_negative_and_non_finite_numbers_name_their_key(value):
     numbers = [key for key, default in DEFAULTS.items() if type(default) in (int, float)]

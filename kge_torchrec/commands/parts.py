@@ -72,18 +72,12 @@ def options_table(kind: str) -> str:
 
 
 def _text(name: str, part: Any) -> str:
-    lines = [name, *_wrapped(getattr(part, "formula", "") or _first_sentence(part), 4)]
+    first_sentence = (inspect.getdoc(part) or "").split("\n\n")[0].replace("\n", " ")
+    lines = [name, *_wrapped(getattr(part, "formula", "") or first_sentence, 4)]
     for option in options_help(part):
-        lines += _wrapped(_described(option), 8)
+        described = f"{option.name} ({option.kind}, default {option.default}): {option.help}"
+        lines += _wrapped(described, 8)
     return "\n".join([*lines, ""])
-
-
-def _described(option: Option) -> str:
-    return f"{option.name} ({option.kind}, default {option.default}): {option.help}"
-
-
-def _first_sentence(part: Any) -> str:
-    return (inspect.getdoc(part) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

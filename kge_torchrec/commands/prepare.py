@@ -110,7 +110,7 @@ def _limit_threads(threads: int | None) -> None:
 
 def _data(settings: Settings) -> DataConfig:
     """Return the section ``data`` with settings, whose keys may lack "data."."""
-    from kge_torchrec.config.parser import read_config
+    from kge_torchrec.config.parser import config_from_dict
 
     words = []
     for word in settings:
@@ -121,4 +121,4 @@ def _data(settings: Settings) -> DataConfig:
         if name == "data.path":
             raise ConfigError("data.path: the triples are named without a key; leave it out")
         words.append(f"--{name}{equals}{value}")
-    return read_config(None, words).data
+    return config_from_dict({}, words).data

@@ -62,7 +62,7 @@ def train(
         force: start at epoch 1 if all checkpoints of RUN are missing
         ties: also show the optimistic and pessimistic ranks of equal scores
     """
-    from kge_torchrec.config.parser import load_config, read_config
+    from kge_torchrec.config.parser import config_from_dict, load_config
     from kge_torchrec.seeds import is_seeds, resume_seeds, train_seeds
 
     settings = [*settings, *follow_log(log_format)]
@@ -82,7 +82,7 @@ def train(
         raise ConfigError("--seeds: the folder of --resume has its seeds; leave one of them out")
     if config is not None:
         raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
-    read_config(None, settings)  # reject unknown keys before torch is loaded
+    config_from_dict({}, settings)  # reject unknown keys before torch is loaded
     with loading_torch():
         several_seeds = is_seeds(resume)
         if not is_url(resume) and not several_seeds:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from kge_torchrec.commands import ConfigName, File, Log, Settings, follow_log
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.config.parser import load_config, read_config
+from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.environment import loading_torch
 
@@ -68,7 +68,7 @@ def tune(
             "tune --resume reads the settings of the study; leave out CONFIG, --study, --space, "
             "--halving and --storage"
         )
-    here = read_config(None, settings)
+    here = config_from_dict({}, settings)
     keys = {word.partition("=")[0].removeprefix("--") for word in settings} - {"run.progress"}
     if keys - {"threads", "device"}:
         raise ConfigError(

@@ -14,7 +14,7 @@ import yaml
 
 from kge_torchrec.config.checks import ConfigError, between, choice, least
 from kge_torchrec.config.data import DataConfig, NegativesConfig
-from kge_torchrec.config.entities import ENGINE_NAMES, INIT_NAMES, EntitiesConfig
+from kge_torchrec.config.entities import EntitiesConfig
 from kge_torchrec.config.keys import PER_START, Condition, Facts, Section, declared, fixed, key
 from kge_torchrec.config.model import SCORER_NAMES, DenseConfig, LossConfig, ModelConfig
 from kge_torchrec.config.registry import is_built_in
@@ -33,8 +33,6 @@ from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.config.training import OPTIMIZER_NAMES, EvaluationConfig, TrainConfig
 
 __all__ = [
-    "ENGINE_NAMES",
-    "INIT_NAMES",
     "OPTIMIZER_NAMES",
     "SCORER_NAMES",
     "CheckpointConfig",

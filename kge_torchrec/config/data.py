@@ -20,8 +20,6 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.registry import check_name
 
-AMONG = ("all", "seen", "types")
-REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
 FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
 IN_STORE = fixed(
     "the run has its triples in a store of its own; start a new run, or add triples by `extend`"
@@ -39,9 +37,11 @@ NOT_A_STORE = Condition(
 )
 
 
-def reading_key(default: Any, help: str, check: Callable[[str, Any], None] | None = None) -> Any:
-    """Return a dataclass field for a key of how files are read."""
-    return key(default, help, check=check, acts=NOT_A_STORE, resume=IN_STORE)
+def reading_key(
+    default: Any, help: str, check: Callable[[str, Any], None] | None = None, *acts: Condition
+) -> Any:
+    """Return a dataclass field for a key of how files are read, with further conditions."""
+    return key(default, help, check=check, acts=(NOT_A_STORE, *acts), resume=IN_STORE)
 
 
 def _shares(ratio: Any) -> bool:
@@ -58,19 +58,17 @@ class SplitOptions:
         "ones of each head are test).",
         check=choice("random", "head", "time", "last"),
     )
-    ratio: tuple[float, ...] = key(
+    ratio: tuple[float, ...] = reading_key(
         (0.9, 0.05, 0.05),
         "Shares of train, valid and test.",
-        check=between("three shares that sum to 1, the first above 0", _shares),
-        acts=(NOT_A_STORE, only_with("data.split.by", "random", "head", "time")),
-        resume=IN_STORE,
+        between("three shares that sum to 1, the first above 0", _shares),
+        only_with("data.split.by", "random", "head", "time"),
     )
-    count: int = key(
+    count: int = reading_key(
         1,
         "Triples of each head in test, and as many before them in valid; 1: leave the last out.",
-        check=least(1),
-        acts=(NOT_A_STORE, only_with("data.split.by", "last")),
-        resume=IN_STORE,
+        least(1),
+        only_with("data.split.by", "last"),
     )
 
 
@@ -248,7 +246,7 @@ class NegativesConfig(Section):
         "Training type: sampled; 1vsall (triples against all entities); kvsall (queries with "
         "all their answers); allvsall (also unanswered queries); kvssample (queries against "
         "sampled entities).",
-        check=choice(*REGIMES),
+        check=choice("sampled", "1vsall", "kvsall", "allvsall", "kvssample"),
         resume=fixed(),
     )
     count: PickedInt = key(
@@ -314,7 +312,7 @@ class NegativesConfig(Section):
         "Queries without such entities use all. 1vsall, kvsall and allvsall "
         "take all, or those of the types of the relation. null: types where every entity has one "
         "type and the other settings allow it, otherwise all.",
-        check=choice(*AMONG),
+        check=choice("all", "seen", "types"),
     )
     among_options: Among = field(default_factory=Among)
     max_answers: int = key(

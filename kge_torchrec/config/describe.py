@@ -172,11 +172,18 @@ def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
             own["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
         rules = item.metadata.get("key")
         if rules is not None:
-            _restrict(own, getattr(rules.check, "schema", {}))
+            said_by_check = dict(getattr(rules.check, "schema", {}))
+            if "enum" in said_by_check and "null" in own.get("type", ()):
+                said_by_check["enum"] = [*said_by_check["enum"], None]
+            own |= said_by_check
             depends += _options_by_name(item.name, rules.part, cls) if rules.part else []
         kind = _BY_KEY.get(name)
         if kind is not None and own.get("type") == "object":  # a weight or options for each name
-            own["properties"] = {part: _weight_or_options(kind, part) for part in KINDS[kind].ours}
+            number = {"type": "number"}
+            own["properties"] = {
+                part: {"anyOf": [number, _schema_of(settings_of(resolve(kind, part)), "")]}
+                for part in KINDS[kind].ours
+            }
         elif kind is not None:  # complete names, and accept import paths
             own["anyOf"] = [{"enum": list(KINDS[kind].ours)}, {"type": own.pop("type")}]
         properties[item.name] = own
@@ -197,17 +204,6 @@ def _type_schema(hint: Any) -> dict[str, Any]:
     if "array" in names and get_args(hint):
         schema["items"] = _type_schema(get_args(hint)[0])
     return schema
-
-
-def _restrict(schema: dict[str, Any], check: dict[str, Any]) -> None:
-    """Add what a check says; choices are beside null where the key takes null."""
-    if "enum" in check and "null" in schema.get("type", ()):
-        check = {"enum": [*check["enum"], None]}
-    schema |= check
-
-
-def _weight_or_options(kind: str, name: str) -> dict[str, Any]:
-    return {"anyOf": [{"type": "number"}, _schema_of(settings_of(resolve(kind, name)), "")]}
 
 
 def _options_by_name(key: str, part: Part, cls: Any) -> list[Any]:

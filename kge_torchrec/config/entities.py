@@ -17,11 +17,10 @@ from kge_torchrec.config.checks import (
     positive,
 )
 from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with
-from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.options import checked_type, parse_options
 from kge_torchrec.config.registry import check_name, resolve
-from kge_torchrec.config.sizing import rate_of, scale_of
+from kge_torchrec.config.sizing import SCALES, rate_of
 
-ENGINE_NAMES = ("torchrec", "handrolled")
 PRESETS = ("fbgemm", "dicee", "dgl")
 # What ``compare`` compares: entities.engine and entities.preset
 VARIANTS = {
@@ -30,8 +29,6 @@ VARIANTS = {
     "dicee": ("handrolled", "dicee"),
     "dgl": ("handrolled", "dgl"),
 }
-
-INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
 def check_variants(names: Sequence[str]) -> None:
@@ -125,7 +122,7 @@ class TypeTable:
         dict, "Options of the optimizer; null: those of train, unless an optimizer is given here."
     )
     init: PickedText = key(
-        PICKED, "Distribution of the initial values; null: model.init.", check=choice(*INIT_NAMES)
+        PICKED, "Distribution of the initial values; null: model.init.", check=choice(*SCALES)
     )
     init_scale: PickedFloat = key(
         PICKED,
@@ -133,44 +130,6 @@ class TypeTable:
         "given here.",
         check=positive,
     )
-
-    @classmethod
-    def parse(cls, name: str, values: Any) -> TypeTable:
-        """Return the settings of a type from ``entities.tables``.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
-        """
-        table: TypeTable = parse_options(cls, values or {}, f"entities.tables.{name}")
-        if table.optimizer is not None:
-            check_name("table_optimizer", table.optimizer)
-        return table
-
-    def completed(self, name: str, train: Any, model: Any) -> TypeTable:
-        """Return the settings with those of all entities where they are null.
-
-        Args:
-            name: The type.
-            train: The section ``train`` of the config, without nulls.
-            model: The section ``model`` of the config, without nulls.
-        """
-        same = self.optimizer in (None, train.optimizer)
-        optimizer = train.optimizer if self.optimizer is None else self.optimizer
-        options = self.optimizer_options or (train.optimizer_options if same else {})
-        init = model.init if self.init is None else self.init
-        scale = model.init_scale if init == model.init else scale_of(init)
-        return replace(
-            self,
-            optimizer=optimizer,
-            lr=self.lr or (train.lr if same else rate_of(optimizer)),
-            optimizer_options=parse_options(
-                resolve("table_optimizer", optimizer),
-                options,
-                f"entities.tables.{name}.optimizer_options",
-            ),
-            init=init,
-            init_scale=self.init_scale or scale,
-        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +141,7 @@ class EntitiesConfig(Section):
     engine: str = key(
         "torchrec",
         "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
-        check=choice(*ENGINE_NAMES),
+        check=choice("torchrec", "handrolled"),
     )
     preset: str = key(
         "fbgemm",
@@ -215,11 +174,6 @@ class EntitiesConfig(Section):
         ),
     )
 
-    def __post_init__(self) -> None:
-        for name, values in (self.tables or {}).items():
-            TypeTable.parse(name, values)
-        super().__post_init__()
-
     @property
     def on_disk(self) -> bool:
         """Whether the table lies on disk, with some parts in memory."""
@@ -231,5 +185,33 @@ class EntitiesConfig(Section):
         return self.placement_options.cache_ratio if self.placement == MANAGED else 0.0
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
-        """Return the settings of a node type's table, completed from ``train`` and ``model``."""
-        return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
+        """Return the settings of a node type's table, with those of all entities where null.
+
+        Args:
+            kind: The type.
+            train: The section ``train`` of the config.
+            model: The section ``model`` of the config.
+
+        Raises:
+            ConfigError: A setting is unknown or out of range.
+        """
+        name = f"entities.tables.{kind}"
+        values = checked_type((self.tables or {}).get(kind), dict[str, Any] | None, name)
+        own: TypeTable = parse_options(TypeTable, values or {}, name)
+        if own.optimizer is not None:
+            check_name("table_optimizer", own.optimizer)
+        same = own.optimizer in (None, train.optimizer)
+        optimizer = train.optimizer if own.optimizer is None else own.optimizer
+        options = own.optimizer_options or (train.optimizer_options if same else {})
+        init = model.init if own.init is None else own.init
+        scale = model.init_scale if init == model.init else SCALES[init]
+        return replace(
+            own,
+            optimizer=optimizer,
+            lr=own.lr or (train.lr if same else rate_of(optimizer)),
+            optimizer_options=parse_options(
+                resolve("table_optimizer", optimizer), options, f"{name}.optimizer_options"
+            ),
+            init=init,
+            init_scale=own.init_scale or scale,
+        )

@@ -13,7 +13,7 @@ The fields of that class's ``Options`` may be declared by ``key``, and the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from operator import attrgetter
@@ -248,41 +248,38 @@ def without_effect(
     config: Config, facts: Facts, keys: Iterable[str] | None = None
 ) -> dict[str, str]:
     """Return why each key or option that was set, of these keys or of all, has no effect."""
-    results = {}
-    for name, value, item in _settings(config, keys):
-        rules = key_of(item)
-        if value == default_of(item):
-            continue
-        failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
-        if failing is not None:
-            results[name] = (
-                f"{name} {as_yaml(value)} has no effect here: it acts only with {failing.words}; "
-                f"change that, or leave {name} at its default, {as_yaml(default_of(item))}"
-            )
+    results: dict[str, str] = {}
+    known = declared(config.__class__)
+    for key in known if keys is None else keys:
+        value = attrgetter(key)(config)
+        settings = [(key, value, known[key])]
+        options = _options(config, key) if value else None
+        for item in () if options is None else fields(options):
+            if item.name in value and "key" in item.metadata:
+                settings.append((f"{key}.{item.name}", getattr(options, item.name), item))
+        for name, own, item in settings:
+            failing = (x for x in key_of(item).acts if x.holds(config, facts) is False)
+            if own != default_of(item) and (condition := next(failing, None)) is not None:
+                results[name] = (
+                    f"{name} {as_yaml(own)} has no effect here: it acts only with "
+                    f"{condition.words}; change that, or leave {name} at its default, "
+                    f"{as_yaml(default_of(item))}"
+                )
     return results
 
 
-def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield the name, value and field of keys, and of the options in them."""
-    known = declared(config.__class__)
-    for name in known if keys is None else keys:
-        value, rules = attrgetter(name)(config), key_of(known[name])
-        yield name, value, known[name]
-        if rules.part is None or not value:
-            continue
-        group, _, own = name.rpartition(".")
-        options = attrgetter(group)(config).options_in(own)
-        for item in fields(options):
-            if item.name in value and "key" in item.metadata:
-                yield f"{name}.{item.name}", getattr(options, item.name), item
+def _options(config: Config, key: str) -> Any:
+    """Return the ``Options`` that a key holds, with their defaults; None for another key."""
+    if key_of(declared(config.__class__)[key]).part is None:
+        return None
+    section, _, name = key.rpartition(".")
+    return attrgetter(section)(config).options_in(name)
 
 
-def _complete(config: Config, name: str) -> Any:
+def _complete(config: Config, key: str) -> Any:
     """Return the value of a key; that of options includes their defaults."""
-    if key_of(declared(config.__class__)[name]).part is None:
-        return attrgetter(name)(config)
-    section, _, key = name.rpartition(".")
-    return asdict(attrgetter(section)(config).options_in(key))
+    options = _options(config, key)
+    return attrgetter(key)(config) if options is None else asdict(options)
 
 
 def all_values(config: Config) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from kge_torchrec.config.checks import (
     not_negative,
     positive,
 )
-from kge_torchrec.config.entities import INIT_NAMES
 from kge_torchrec.config.keys import Part, Section, default_of, fixed, key, only_with, only_without
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
+from kge_torchrec.config.sizing import SCALES
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 
@@ -97,7 +97,7 @@ class ModelConfig(Section):
         PICKED,
         "Distribution of the initial values: normal, uniform, xavier_normal or xavier_uniform; "
         "null: what suits the scorer.",
-        check=choice(*INIT_NAMES),
+        check=choice(*SCALES),
         resume=INITIAL,
     )
     init_scale: PickedFloat = key(
@@ -237,9 +237,6 @@ class LossConfig(Section):
         return parsed
 
 
-WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
-
-
 _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
 
 
@@ -275,7 +272,7 @@ class DenseConfig(Section):
         "auto",
         "none (one rank); ddp (every rank holds all); fsdp (each holds a part); hybrid (parts "
         "within groups); auto: none or ddp, by number of ranks.",
-        check=choice(*WRAPPERS),
+        check=choice("auto", "none", "ddp", "fsdp", "hybrid"),
     )
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")
     options: DenseOptions = field(default_factory=DenseOptions)

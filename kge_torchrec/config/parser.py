@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kge_torchrec.config import Config, ConfigError, DataConfig, all_keys
 from kge_torchrec.config.keys import (
     Facts,
@@ -20,11 +18,11 @@ from kge_torchrec.config.keys import (
     default_of,
     without_effect,
 )
-from kge_torchrec.config.options import Typed, as_yaml
+from kge_torchrec.config.options import Typed, as_yaml, checked_type
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
-from kge_torchrec.config.yaml_file import Lined, parse_yaml, plain, read_lined
+from kge_torchrec.config.yaml_file import Lined, plain, read_lined
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file, a run, the name of a file in configs/, None: defaults.
@@ -84,7 +82,7 @@ class Settings:
                     key_with(name)
                     raise ConfigError(f"argument --{name}: expected one argument")
                 text = left.pop(0)
-            if _is_group(name) and isinstance(values := _parsed(name, text), dict):
+            if _is_group(name) and isinstance(values := checked_type(Typed(text), Any, name), dict):
                 self._add_values(values, f"{name}.", "", "")
             else:
                 self._set(name, Typed(text), "")
@@ -116,7 +114,7 @@ class Settings:
             if place and value is None and default is not None:
                 raise ConfigError(f"{name} has no value; write one, or leave the key out")
             if isinstance(default, dict) and isinstance(value, Typed):
-                value = _parsed(name, value)
+                value = checked_type(value, Any, name)
             self.values[key] = plain(value) if isinstance(value, dict | list) else value
             return
         options = self.values.setdefault(key, {})
@@ -183,16 +181,6 @@ def _is_group(name: str) -> bool:
     return any(key.startswith(f"{name}.") for key in declared(Config))
 
 
-def _parsed(name: str, text: str) -> Any:
-    """Return the value of a text that should be a mapping."""
-    try:
-        return parse_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    except yaml.YAMLError:
-        return text
-
-
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
     """Read a config.
 
@@ -228,7 +216,7 @@ def _is_idle_in(file: Path | None, keys: set[str], key: str) -> bool:
     if file is None or keys.issuperset(all_keys()):
         return False
     with contextlib.suppress(ConfigError):  # what the command line mends
-        return key in without_effect(read_config(file), Facts())
+        return key in without_effect(Settings(file).config(), Facts())
     return False
 
 
@@ -259,7 +247,7 @@ def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
     """Read the config of a run, which somebody else may have written, with overrides.
 
     Raises:
-        ConfigError: As ``read_config``, or the config names classes of modules that were not
+        ConfigError: As ``config_from_dict``, or the config names classes of modules that were not
             imported so far.
     """
     settings = Settings(file)
@@ -278,13 +266,11 @@ def is_of_run(path: str | Path) -> bool:
     return beside or Path(path).is_dir()
 
 
-def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
-    """Read a config as ``load_config`` does, but accept keys without effect."""
-    return Settings(None if path is None else find_config(path), overrides).config()
-
-
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
-    """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides."""
+    """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides.
+
+    Keys without effect are accepted, unlike in ``load_config``.
+    """
     settings = Settings(None, values)
     settings.add(overrides)
     return settings.config()

@@ -144,7 +144,9 @@ def canonical(name: str) -> str:
 def check_name(kind: str, name: str) -> None:
     """Raise ConfigError unless the name is known or an import path; import nothing."""
     key, names = KINDS[kind].key, tuple(KINDS[kind].ours)
-    if name in names or _is_path(name):
+    module, _, cls = name.partition(":")
+    is_path = all(word.isidentifier() for word in (*module.split("."), *cls.split(".")))
+    if name in names or is_path:
         return
     if ":" in name or "." in name or not names:
         raise ConfigError(f"{key} must be a name or package.module:Class, got {name!r}")
@@ -233,12 +235,6 @@ def check_imports(values: Mapping[str, Any], where: Path) -> None:
 def is_built_in(kind: str, name: str) -> bool:
     """Return whether a name is that of a built-in class."""
     return canonical(name) in KINDS[kind].ours
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a text has the form package.module:Class."""
-    module, _, name = text.partition(":")
-    return all(word.isidentifier() for word in (*module.split("."), *name.split(".")))
 
 
 def _loaded(key: str, target: str) -> Any:

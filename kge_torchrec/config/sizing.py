@@ -29,7 +29,8 @@ _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
 _EPOCHS = {"small": 0.5, "base": 1.0, "large": 1.0}
 _RATES = {"adam": 0.003, "rowwise_adam": 0.003, "sgd": 0.5}  # adagrad and others: 0.1
 
-_SCALES = {"normal": 0.001, "uniform": 0.25, "xavier_normal": 1.0, "xavier_uniform": 1.0}
+# The usual scale of a distribution of initial values.
+SCALES = {"normal": 0.001, "uniform": 0.25, "xavier_normal": 1.0, "xavier_uniform": 1.0}
 
 # Entities from which a row has half the numbers, since memory decides: 10M x 128 with Adagrad's
 # state are 10 GB.
@@ -116,7 +117,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
     # A scale belongs to its distribution: another one than the scorer's own gets its usual scale.
     init, init_scale = scorer.start
     if model.init not in (None, init):
-        init, init_scale = model.init, scale_of(model.init)
+        init, init_scale = model.init, SCALES[model.init]
 
     # The penalty lies between Lacroix et al.'s 0.1 (WN18RR: 2.1 triples per entity), 0.05 for
     # FB15k-237 (19) and the 0.01 that suits Kinship and UMLS (82 and 39). IVR contains it.
@@ -188,11 +189,6 @@ def filled(config: Config, values: dict[str, Any], replaced: Collection[str] = (
             if key in replaced or attrgetter(key)(config) is None
         },
     )
-
-
-def scale_of(init: str) -> float:
-    """Return the usual scale of a distribution of initial values."""
-    return _SCALES[init]
 
 
 def rate_of(optimizer: str) -> float:

@@ -21,8 +21,6 @@ from kge_torchrec.config.keys import Condition, Part, Section, fixed, key, only_
 from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
-PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-CANDIDATES = ("all", "seen", "types", "fixed")
 RANK_METRICS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
 _OF_LISTS = re.compile(r"(recall|ndcg|hit_rate|precision|map|coverage)@([1-9]\d*)")
 
@@ -147,7 +145,7 @@ class TrainConfig(Section):
         "products to 10 bits), bf16, or fp16 with dynamic loss scaling; losses, parameters and "
         "optimizer state are fp32. auto: bf16 where products score all entities on a CPU with "
         "AVX512-BF16 or AMX, otherwise fp32.",
-        check=choice(*PRECISIONS),
+        check=choice("auto", "fp32", "tf32", "bf16", "fp16"),
         acts=Condition(
             "tf32 on CUDA (device cuda), others everywhere",
             lambda config, facts: config.train.precision != "tf32" or facts.on_cuda,
@@ -277,7 +275,7 @@ class EvaluationConfig(Section):
         "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
         "or sharing a type with these); fixed (a list per triple, as OGB has them); null: types "
         "where every entity has one type, otherwise all. Results name the choice.",
-        check=choice(*CANDIDATES),
+        check=choice("all", "seen", "types", "fixed"),
     )
     candidates_options: CandidateOptions = field(default_factory=CandidateOptions)
 

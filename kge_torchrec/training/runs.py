@@ -22,7 +22,7 @@ from kge_torchrec.config.keys import (
     declared,
     key_of,
 )
-from kge_torchrec.config.parser import Overrides, read_config
+from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
@@ -131,7 +131,7 @@ def resume_run(
     path: str | Path, overrides: Overrides = (), extras: Extras = NOTHING, force: bool = False
 ) -> RunFolder:
     """Resume the run in a folder or at a URL, see ``api.resume``.  Collective."""
-    folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
+    folder = folder_to_resume(path, lambda: config_from_dict({}, overrides).run.dir)
     config = with_absolute_paths(folder.load_config(overrides))
     check_resume(folder.load_config(), config, folder.path)  # before a process group is joined
     return train_run(config, extras, resumes=folder, force=force)

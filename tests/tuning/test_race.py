@@ -28,7 +28,6 @@ from kge_torchrec.config.parser import (
     as_config,
     config_from_dict,
     load_config,
-    read_config,
     values_of,
 )
 from kge_torchrec.config.sizing import is_raced
@@ -332,12 +331,12 @@ GIVEN = {
 
 @pytest.mark.parametrize("why", GIVEN)
 def test_rules_decide_where_something_is_given(why):
-    assert read_config(None, GIVEN[why]).decided_by == why
+    assert config_from_dict(GIVEN[why]).decided_by == why
 
 
 def test_free_keys_leave_the_choice_to_a_race():
-    assert read_config(None, {"model.dim": 32, "seed": 3, "evaluation.metric": "hits@1",
-                              "train.precision": "bf16"}).decided_by is None  # fmt: skip
+    free = {"model.dim": 32, "seed": 3, "evaluation.metric": "hits@1", "train.precision": "bf16"}
+    assert config_from_dict(free).decided_by is None
 
 
 def test_key_at_its_default_counts_as_given(tmp_path):
