@@ -21,8 +21,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -101,29 +101,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prepare_process()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("kge_torchrec.kernels").setLevel(
-        logging.INFO
-    )  # kernels log when they compile
+    # kernels log when they compile
+    logging.getLogger("kge_torchrec.kernels").setLevel(logging.INFO)
     try:
         return _run(arguments)
-    except KGEError as error:
-        _print_error(error)
-        return error.exit_code
-    except (OSError, MemoryError, RuntimeError) as error:
-        if _is_out_of_memory(error):
-            say_error(
-                f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
-                "negatives.count, train.batch_size or evaluation.batch_size"
-            )
-            return 1
-        if not isinstance(error, OSError):
-            raise
-        _print_error(error)
-        return 1
     except KeyboardInterrupt as error:
         if is_first_rank():
             say_error(f"kge-torchrec: {error or 'interrupted'}")
         return 130
+    except (KGEError, OSError, MemoryError, RuntimeError) as error:
+        message: object = error
+        if not isinstance(error, KGEError):
+            if _is_out_of_memory(error):
+                say_error(
+                    f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
+                    "negatives.count, train.batch_size or evaluation.batch_size"
+                )
+                return 1
+            if not isinstance(error, OSError):
+                raise
+            message = in_words(error)
+        # Rank 0 speaks for all ranks if all of them have the error.
+        if is_first_rank():
+            say_error(f"kge-torchrec: {message}")
+        elif not getattr(error, "on_every_rank", False):
+            say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
+        return error.exit_code if isinstance(error, KGEError) else 1
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -133,15 +136,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return is_full or isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
-def _print_error(error: KGEError | OSError) -> None:
-    """Print an error; rank 0 prints for all ranks if all of them have it."""
-    message = in_words(error) if isinstance(error, OSError) else error
-    if is_first_rank():
-        say_error(f"kge-torchrec: {message}")
-    elif not getattr(error, "on_every_rank", False):
-        say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
-
-
 def _run(arguments: list[str]) -> int:
     groups = "\n\n".join(f"{group}:\n{_lines_of(group)}" for group in GROUPS)
     parser = argparse.ArgumentParser(
@@ -149,7 +143,7 @@ def _run(arguments: list[str]) -> int:
         usage="kge-torchrec [-h] [--version] VERB ...",
         description=f"{_DESCRIPTION}\n{groups}",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     help = "show the versions of this program, torch, torchrec and fbgemm"
     parser.add_argument("--version", action="store_true", help=help)
@@ -158,18 +152,14 @@ def _run(arguments: list[str]) -> int:
         return 2
     if arguments[0].startswith("-"):
         parser.parse_args(arguments)  # exits for --help and for errors
-        print(_version())
+        from kge_torchrec import __version__
+
+        packages = (f"{name} {version or 'missing'}" for name, version in versions().items())
+        print(f"kge-torchrec {__version__} ({', '.join(packages)})")
         return 0
     if arguments[0] not in VERBS:
-        parser.error(f"there is no verb {arguments[0]!r}{_closest(arguments[0], list(VERBS))}")
+        parser.error(f"there is no verb {arguments[0]!r}{_closest(arguments[0], VERBS)}")
     return run_verb(arguments[0], arguments[1:])
-
-
-def _version() -> str:
-    from kge_torchrec import __version__
-
-    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
-    return f"kge-torchrec {__version__} ({packages})"
 
 
 def _lines_of(place: str) -> str:
@@ -179,9 +169,9 @@ def _lines_of(place: str) -> str:
     )
 
 
-def _closest(word: str, known: Sequence[str]) -> str:
+def _closest(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     close = close or [name for name in known if len(word) > 3 and name.startswith(word)]
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -196,29 +186,31 @@ _SHARED_HELP = {
 
 
 class VerbParser(argparse.ArgumentParser):
-    """The parser of a verb.
+    """The parser of a verb: it has a value only for what the user gave.
 
     Attributes:
+        function: What the verb calls.
         takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
-        section: What may be left out before a key, such as "data.".
         runs: Names of the arguments that are runs, whose URLs are fetched.
-        ending: Returns a text for the end of --help.
+        keys: The first words of the keys that --help lists; None: it lists none.
     """
 
+    function: Callable[..., int]
     takes_keys = False
-    section = ""
     runs: Sequence[str] = ()
-    ending: Callable[[], str] | None = None
+    keys: str | None = None
 
     def format_help(self) -> str:
-        return super().format_help() + ("" if self.ending is None else self.ending())
+        if self.keys is None:
+            return super().format_help()
+        from kge_torchrec.config.describe import keys_help
+        from kge_torchrec.config.parser import published
 
-
-def function_of(name: str) -> Callable[..., int]:
-    """Return the function of a verb."""
-    module, _, function = VERBS[name].function.partition(":")
-    found: Callable[..., int] = getattr(import_module(f"kge_torchrec.commands.{module}"), function)
-    return found
+        head = f"configs:\n  {', '.join(published())}\n"
+        if self.keys:
+            short = "may be left out, as in --columns for --data.columns"
+            head = f"keys ({self.keys} {short}):"
+        return f"{super().format_help()}\n{head}\n{keys_help(self.keys)}\n"
 
 
 def parser_of(name: str) -> VerbParser:
@@ -234,29 +226,31 @@ def parser_of(name: str) -> VerbParser:
       replaced by a folder; a verb with one also takes --data.path, --threads and --allow-import.
     - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
     """
-    function, verb = function_of(name), VERBS[name]
+    module, _, attribute = VERBS[name].function.partition(":")
+    function = getattr(import_module(f"kge_torchrec.commands.{module}"), attribute)
     text, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
-    helps = _SHARED_HELP | {
-        entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found
-    }
+    helps = {entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found}
     related = _lines_of(name)
     parser = VerbParser(
         prog=f"kge-torchrec {name}",
         description=text,
         epilog=f"related verbs:\n{related}" if related else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=SUPPRESS,
     )
-    usage, needed, runs = [f"kge-torchrec {name}"], [], []
+    parser.function, parser.keys, parser.runs = function, VERBS[name].lists_keys, []
+    usage, needed = [f"kge-torchrec {name}"], []
     hints = get_type_hints(function, include_extras=True)
     for item in inspect.signature(function).parameters.values():
         if item.name == "settings":
             parser.takes_keys = True
             continue
-        flags, options, words = _option(item, hints[item.name], helps.get(item.name, ""))
+        flags, options, is_run = _option(item, hints[item.name])
+        options["help"] = (_SHARED_HELP | helps).get(item.name, "") + options["help"]
         parser.add_argument(*flags, **options)
-        runs += [item.name] if "run" in words else []
+        parser.runs += [item.name] if is_run else []
         if item.kind is item.POSITIONAL_ONLY:
             few = "|".join(options.get("choices", ()))
             shown = options.get("metavar") or (few if len(few) < 20 else item.name.upper())
@@ -264,32 +258,24 @@ def parser_of(name: str) -> VerbParser:
             usage.append(f"[{shown}]" if options.get("nargs") in ("?", "*") else shown)
         elif item.default is item.empty:
             needed.append(f"{flags[0]} {options['metavar']}")
-    parser.runs = runs
-    if runs and not parser.takes_keys:
+    if parser.runs and not parser.takes_keys:
         help = "the store of the run's triples, if it is no longer where the run trained"
-        parser.add_argument("--data.path", dest="data_path", metavar="STORE", help=help)
+        parser.add_argument("--data.path", metavar="STORE", help=help)
         help = "number of CPU threads per process (default: all cores, shared by the processes)"
         parser.add_argument("--threads", type=int, metavar="N", help=help)
-    if runs:
+    if parser.runs:
         help = (
             "import this module for a run or export that names a class of it: its code runs "
             "(repeatable)"
         )
-        parser.add_argument(
-            "--allow-import", action="append", default=[], metavar="MODULE", help=help
-        )
+        parser.add_argument("--allow-import", action="append", metavar="MODULE", help=help)
     keys = ["[--key.sub value ...]"] if parser.takes_keys else []
     parser.usage = " ".join([*usage, *needed, "[options]", *keys])
-    parser.section = verb.lists_keys or ""
-    if verb.lists_keys is not None:
-        parser.ending = lambda: _keys(verb.lists_keys)
     return parser
 
 
-def _option(
-    item: inspect.Parameter, hint: Any, help: str
-) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the flags of an argument, its options for argparse and the words of its Annotated."""
+def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, Any], bool]:
+    """Return the flags of an argument, its options for argparse, and whether it is a run."""
     words: list[str] = []
     several = False
     while (origin := get_origin(hint)) not in (None, Literal):
@@ -301,55 +287,28 @@ def _option(
         else:
             several, hint = True, get_args(hint)[0]
     shown = [word for word in words if word not in ("run", "repeated")]
-    metavar = shown[-1] if shown else {int: "N", float: "X"}.get(hint, item.name.upper())
-    options: dict[str, Any] = {"help": help}
+    options: dict[str, Any] = {"help": ""}
     if get_origin(hint) is Literal:
         options["choices"] = get_args(hint)
     elif hint is bool:
         options["action"] = "store_false" if item.default else "store_true"
     else:
+        metavar = shown[-1] if shown else {int: "N", float: "X"}.get(hint, item.name.upper())
         options |= {"type": hint, "metavar": metavar}
     if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
         default = " ".join(map(str, item.default)) if several else item.default
-        options["help"] += f" (default: {default})"
+        options["help"] = f" (default: {default})"
+    is_needed = item.default is item.empty
     if item.kind is item.POSITIONAL_ONLY:
-        if several:
-            options["nargs"] = "+" if item.default is item.empty else "*"
-        elif item.default is not item.empty:
-            options["nargs"] = "?"
-        if item.default is not item.empty:
-            options["default"] = item.default
-        return [item.name], options, words
-    if item.default is item.empty:
-        options["required"] = True
-    else:
-        options["default"] = list(item.default) if several else item.default
-    if several and "repeated" in words:
-        options["action"] = "append"
-    elif several:
-        options |= {"nargs": "+", "action": _Several}
+        if several or not is_needed:
+            options["nargs"] = ("+" if is_needed else "*") if several else "?"
+        return [item.name], options, "run" in words
+    options |= {"dest": item.name, "required": is_needed}
+    if several:
+        repeated = {"action": "append"}, {"action": "extend", "nargs": "+"}
+        options |= repeated["repeated" not in words]
     flag = f"--{'no-' if item.default is True else ''}{item.name.replace('_', '-')}"
-    short = ["-o"] if item.name == "output" else []
-    return [*short, flag], options | {"dest": item.name}, words
-
-
-class _Several(argparse.Action):
-    """Collects the values of an option with one or more values, which replace the default."""
-
-    def __call__(self, parser: Any, parsed: Any, values: Any, option: Any = None) -> None:
-        before = getattr(parsed, self.dest)
-        setattr(parsed, self.dest, [*(() if before is self.default else before), *values])
-
-
-def _keys(first: str) -> str:
-    """Return the help of the keys of a config that begin with ``first``."""
-    from kge_torchrec.config.describe import keys_help
-    from kge_torchrec.config.parser import published
-
-    if first:
-        note = f"keys ({first} may be left out, as in --columns for --data.columns):"
-        return f"\n{note}\n{keys_help(first)}\n"
-    return f"\nconfigs:\n  {', '.join(published())}\n\n{keys_help()}\n"
+    return [*(["-o"] if item.name == "output" else []), flag], options, "run" in words
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:
@@ -364,60 +323,61 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     settings, others = _split(parser, words)
     parsed, unknown = parser.parse_known_intermixed_args(others)
     for word in unknown:
-        hint = _closest(word, list(parser._option_string_actions))
+        hint = _closest(word, parser._option_string_actions)
+        is_option = word.startswith("-")
         parser.error(
-            f"unknown option {word}{hint}"
-            if word.startswith("-")
-            else f"unexpected argument {word!r}"
+            f"unknown option {word}{hint}" if is_option else f"unexpected argument {word!r}"
         )
     check_packages()
     values = vars(parsed)
-    allowed = values.pop("allow_import", [])
-    _find_modules(parser, words, values.get("config"), allowed)
+    _find_modules(parser, words, values.get("config"), values.pop("allow_import", []))
     for run in parser.runs:
-        values[run] = _fetched(values[run])
+        if run in values:
+            values[run] = _fetched(values[run])
     ranks = os.environ.get("WORLD_SIZE", "1")
     if VERBS[name].one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
-    given = {"data.path": values.pop("data_path", None)}
-    if parser.runs and not parser.takes_keys:
-        given["threads"] = values.pop("threads")
-        at_least("--threads", given["threads"], 1)
+    given = {}
     if parser.takes_keys:
         values["settings"] = settings
-    with _given({key: value for key, value in given.items() if value is not None}):
-        function = function_of(name)
-        parameters = inspect.signature(function).parameters.values()
-        first = [values.pop(item.name) for item in parameters if item.kind is item.POSITIONAL_ONLY]
-        return function(*first, **values)
+    elif parser.runs:  # keys of every run that the verb reads
+        given = {key: values.pop(key) for key in ("data.path", "threads") if key in values}
+        at_least("--threads", given.get("threads"), 1)
+    parameters = inspect.signature(parser.function).parameters.values()
+    positional = [item for item in parameters if item.kind is item.POSITIONAL_ONLY]
+    first = [values.pop(item.name, item.default) for item in positional]
+    if not given:
+        return parser.function(*first, **values)
+    from kge_torchrec.training.run_folder import RunFolder
+
+    if "threads" in given:  # an export has no key
+        with loading_torch():
+            import torch
+        torch.set_num_threads(given["threads"])
+    RunFolder.given = given
+    try:
+        return parser.function(*first, **values)
+    finally:
+        RunFolder.given = {}
 
 
 def _split(parser: VerbParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the settings among the words of a command line, as "--key=value", and the others."""
-    if not parser.takes_keys:
-        return [], list(words)
     options = parser._option_string_actions
     settings, others, left = [], [], iter(words)
     for word in left:
         key, equals, _ = word.partition("=")
-        if not key.startswith("--") or key == "--" or key in options:
+        if not (parser.takes_keys and key.startswith("--") and key != "--") or key in options:
             others.append(word)
             continue
-        if (
-            "." not in key
-            and (hint := _closest(key, list(options)))
-            and not _is_key(parser.section, key[2:])
-        ):
-            parser.error(f"unknown option {key}{hint}")
+        if "." not in key and (hint := _closest(key, options)):
+            from kge_torchrec.config import all_keys
+
+            if not {key[2:], f"{parser.keys or ''}{key[2:]}"} & set(all_keys()):
+                parser.error(f"unknown option {key}{hint}")
         value = None if equals else next(left, None)  # without one, the config says what is missing
         settings.append(word if value is None else f"{word}={value}")
     return settings, others
-
-
-def _is_key(section: str, name: str) -> bool:
-    from kge_torchrec.config import all_keys
-
-    return name in all_keys() or f"{section}{name}" in all_keys()
 
 
 def _find_modules(
@@ -458,25 +418,6 @@ def _fetched(run: Any) -> Any:
     from kge_torchrec.training.remote_runs import folder_of
 
     return str(folder_of(run).path)
-
-
-@contextmanager
-def _given(values: dict[str, Any]) -> Iterator[None]:
-    """Set keys of every run that is read inside the block, and the threads of exports."""
-    if not values:
-        yield
-        return
-    from kge_torchrec.training.run_folder import RunFolder
-
-    if "threads" in values:
-        with loading_torch():
-            import torch
-        torch.set_num_threads(values["threads"])
-    RunFolder.given = values
-    try:
-        yield
-    finally:
-        RunFolder.given = {}
 
 
 if __name__ == "__main__":
