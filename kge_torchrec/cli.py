@@ -6,7 +6,7 @@ and its docstring is the help:
     def nearest(run: RunPath, entity: str, /, *, top: Annotated[int, "K"] = 10) -> int:
         '''List the entities nearest to one.  (Then an "Args:" section in Google's style.)'''
 
-``kge-torchrec nearest RUN ENTITY [--top K]`` calls it. `parser_of` says how a type becomes an
+``kge-torchrec nearest RUN ENTITY [--top K]`` calls it. `VerbParser` says how a type becomes an
 option. ``kge-torchrec --help`` imports no verb, and a verb imports torch only when it needs it.
 ``main`` serves one process and every process of torchrun.
 """
@@ -19,16 +19,14 @@ import errno
 import inspect
 import logging
 import os
-import re
 import sys
-from argparse import SUPPRESS, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from kge_torchrec.commands import is_first_rank
+from kge_torchrec.commands.signatures import VerbParser
 from kge_torchrec.environment import check_packages, loading_torch, prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
@@ -143,7 +141,7 @@ def _run(arguments: list[str]) -> int:
         usage="kge-torchrec [-h] [--version] VERB ...",
         description=f"{_DESCRIPTION}\n{groups}",
         epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     help = "show the versions of this program, torch, torchrec and fbgemm"
     parser.add_argument("--version", action="store_true", help=help)
@@ -176,139 +174,12 @@ def _closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-# The help of arguments that mean the same in every verb.
-_SHARED_HELP = {
-    "format": "how results are written",
-    "output": "file to write (default: print)",
-    "names": "file of labels and readable names, which are shown beside the labels",
-    "log_format": "json: one object per line on stderr, without bars",
-}
-
-
-class VerbParser(argparse.ArgumentParser):
-    """The parser of a verb: it has a value only for what the user gave.
-
-    Attributes:
-        function: What the verb calls.
-        takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
-        runs: Names of the arguments that are runs, whose URLs are fetched.
-        keys: The first words of the keys that --help lists; None: it lists none.
-    """
-
-    function: Callable[..., int]
-    takes_keys = False
-    runs: Sequence[str] = ()
-    keys: str | None = None
-
-    def format_help(self) -> str:
-        if self.keys is None:
-            return super().format_help()
-        from kge_torchrec.config.describe import keys_help
-        from kge_torchrec.config.parser import published
-
-        head = f"configs:\n  {', '.join(published())}\n"
-        if self.keys:
-            short = "may be left out, as in --columns for --data.columns"
-            head = f"keys ({self.keys} {short}):"
-        return f"{super().format_help()}\n{head}\n{keys_help(self.keys)}\n"
-
-
 def parser_of(name: str) -> VerbParser:
-    """Return the parser of a verb, made of the signature of its function.
-
-    An argument before ``/`` is positional, and others are options; ``output`` is also ``-o``.
-
-    - ``str``, ``int``, ``float`` take a value; ``Literal`` takes one of some words.
-    - ``bool`` is a switch: ``--name`` if its default is False, ``--no-name`` if it is True.
-    - ``Sequence[...]`` takes one or more values.
-    - ``Annotated[..., "FILE"]`` says how the value is written in --help. Another word "repeated"
-      marks an option that takes one value and may be repeated, and "run" a run, whose URL is
-      replaced by a folder; a verb with one also takes --data.path, --threads and --allow-import.
-    - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
-    """
-    module, _, attribute = VERBS[name].function.partition(":")
-    function = getattr(import_module(f"kge_torchrec.commands.{module}"), attribute)
-    text, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
-    helps = {entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found}
-    related = _lines_of(name)
-    parser = VerbParser(
-        prog=f"kge-torchrec {name}",
-        description=text,
-        epilog=f"related verbs:\n{related}" if related else None,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=SUPPRESS,
-    )
-    parser.function, parser.keys, parser.runs = function, VERBS[name].lists_keys, []
-    usage, needed = [f"kge-torchrec {name}"], []
-    hints = get_type_hints(function, include_extras=True)
-    for item in inspect.signature(function).parameters.values():
-        if item.name == "settings":
-            parser.takes_keys = True
-            continue
-        flags, options, is_run = _option(item, hints[item.name])
-        options["help"] = (_SHARED_HELP | helps).get(item.name, "") + options["help"]
-        parser.add_argument(*flags, **options)
-        parser.runs += [item.name] if is_run else []
-        if item.kind is item.POSITIONAL_ONLY:
-            few = "|".join(options.get("choices", ()))
-            shown = options.get("metavar") or (few if len(few) < 20 else item.name.upper())
-            shown += " ..." if options.get("nargs") in ("+", "*") else ""
-            usage.append(f"[{shown}]" if options.get("nargs") in ("?", "*") else shown)
-        elif item.default is item.empty:
-            needed.append(f"{flags[0]} {options['metavar']}")
-    if parser.runs and not parser.takes_keys:
-        help = "the store of the run's triples, if it is no longer where the run trained"
-        parser.add_argument("--data.path", metavar="STORE", help=help)
-        help = "number of CPU threads per process (default: all cores, shared by the processes)"
-        parser.add_argument("--threads", type=int, metavar="N", help=help)
-    if parser.runs:
-        help = (
-            "import this module for a run or export that names a class of it: its code runs "
-            "(repeatable)"
-        )
-        parser.add_argument("--allow-import", action="append", metavar="MODULE", help=help)
-    keys = ["[--key.sub value ...]"] if parser.takes_keys else []
-    parser.usage = " ".join([*usage, *needed, "[options]", *keys])
-    return parser
-
-
-def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, Any], bool]:
-    """Return the flags of an argument, its options for argparse, and whether it is a run."""
-    words: list[str] = []
-    several = False
-    while (origin := get_origin(hint)) not in (None, Literal):
-        if origin is Annotated:
-            words += hint.__metadata__
-            hint = hint.__origin__
-        elif origin in (Union, UnionType):
-            hint = next(part for part in get_args(hint) if part is not type(None))
-        else:
-            several, hint = True, get_args(hint)[0]
-    shown = [word for word in words if word not in ("run", "repeated")]
-    options: dict[str, Any] = {"help": ""}
-    if get_origin(hint) is Literal:
-        options["choices"] = get_args(hint)
-    elif hint is bool:
-        options["action"] = "store_false" if item.default else "store_true"
-    else:
-        metavar = shown[-1] if shown else {int: "N", float: "X"}.get(hint, item.name.upper())
-        options |= {"type": hint, "metavar": metavar}
-    if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
-        default = " ".join(map(str, item.default)) if several else item.default
-        options["help"] = f" (default: {default})"
-    is_needed = item.default is item.empty
-    if item.kind is item.POSITIONAL_ONLY:
-        if several or not is_needed:
-            options["nargs"] = ("+" if is_needed else "*") if several else "?"
-        return [item.name], options, "run" in words
-    options |= {"dest": item.name, "required": is_needed}
-    if several:
-        repeated = {"action": "append"}, {"action": "extend", "nargs": "+"}
-        options |= repeated["repeated" not in words]
-    flag = f"--{'no-' if item.default is True else ''}{item.name.replace('_', '-')}"
-    return [*(["-o"] if item.name == "output" else []), flag], options, "run" in words
+    """Return the parser of a verb."""
+    verb = VERBS[name]
+    module, _, function = verb.function.partition(":")
+    found = getattr(import_module(f"kge_torchrec.commands.{module}"), function)
+    return VerbParser(name, found, _lines_of(name), verb.lists_keys)
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:
