@@ -8,75 +8,42 @@ memory, the parts of a step, and traffic. The folder run.dir then holds
     comparison.json  everything; rewritten after each measurement, "complete" at the end
     comparison.txt   tables
     store/           the prepared triples, unless data.path was a store
-
-A step is split by running its parts one after another:
-
-    data      build the batch
-    lookup    move it to the device, send its ids to their owners, get their rows
-    score     scorer and loss
-    backward  gradients, and the exchange of some
-    update    the optimizers of table and dense parameters
-
-FBGEMM's CUDA table steps inside backward, in one kernel with the gradient, and stays there.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
-import os
 import platform
 import re
-import signal
 import statistics
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import count, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, NegativesConfig
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.entities import VARIANTS, check_variants
 from kge_torchrec.config.parser import AnyConfig, as_config
-from kge_torchrec.data.batches.queries import QuerySampleBatches
-from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.report import notes
-from kge_torchrec.distributed.processes import Processes, RankLost, processes
-from kge_torchrec.distributed.traffic import Traffic
-from kge_torchrec.environment import (
-    cores,
-    flush_denormals,
-    installed,
-    peak_resident_bytes,
-    silence_dependencies,
-)
-from kge_torchrec.errors import KGEError
-from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.worlds import RankFailed, run_world
+from kge_torchrec.environment import cores, installed
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.speed import measure_speed
 from kge_torchrec.training.start import begin
-from kge_torchrec.training.step import PARTS, SampledStep
+from kge_torchrec.training.step import PARTS
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
-SETTLING, SPLIT = 10, 40  # steps run part by part: to compile kernels, and measured
-WARM_UP, BLOCKS = 10, 3  # steps that fill the pipeline, and timed blocks of steps
-IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
-COUNTED = 5  # steps whose traffic is counted, with and again without de-duplication
 CHUNK_NUMBERS = 1 << 22  # elements of the table that are compared at once: 16 MiB of each
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
 
@@ -254,86 +221,6 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
     return configs
 
 
-# worlds
-
-
-class RankFailed(KGEError, RuntimeError):
-    """A rank of a world raised an exception or died, and the world was ended.
-
-    ``rank`` failed first, for ``reason``; ``details`` is the traceback, empty if it was killed.
-    """
-
-    def __init__(self, rank: int, reason: str, details: str = ""):
-        super().__init__(f"rank {rank} {reason}")
-        self.rank, self.reason, self.details = rank, reason, details
-
-
-def run_world(size: int, device: str, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``work(processes, *args)`` returns on each rank of a world of new processes.
-
-    The processes are on this host, and none of them outlives this process. On a CPU they fork from
-    a server that has imported this module.
-
-    Raises:
-        RankFailed: A rank raised an exception or died.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="compare-") as logs:
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=size,
-            run_id="compare",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            start_method="forkserver" if device == "cpu" else "spawn",
-            signals_to_handle="",  # Python's own handlers stay, such as KeyboardInterrupt
-        )
-        try:
-            results = elastic_launch(launch, _run_rank)(device, work, args)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raised = failure.error_file_data.get("message")
-            if isinstance(raised, dict):
-                details = raised["extraInfo"]["py_callstack"]
-                raise RankFailed(rank, f"raised {raised['message']}", details) from None
-            if failure.exitcode > 0:
-                raise RankFailed(rank, f"ended with exit code {failure.exitcode}") from None
-            name = signal.Signals(-failure.exitcode).name
-            memory = " (the kernel does this when memory runs out)" * (name == "SIGKILL")
-            raise RankFailed(rank, f"was killed by {name}{memory}") from None
-        finally:
-            logger.setLevel(level)
-    return [results[rank] for rank in range(size)]
-
-
-def _run_rank(device: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the rank without a traceback
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    silence_dependencies()
-    flush_denormals()
-    try:
-        with processes(device) as ranks:
-            return work(ranks, *args)
-    except RankLost:
-        time.sleep(2)  # so that the launcher sees the rank first that is lost
-        raise
-
-
-def _end_with_launcher() -> None:
-    """End this rank when the process that started it is gone, even if it was killed."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None  # every rank was started by another process
-    launcher.join()
-    os._exit(1)
-
-
 # training side by side
 
 
@@ -437,141 +324,6 @@ def measured_steps(last: int) -> list[int]:
     """Return 0, 1, 2, 5, 10, 20, 50, ... and the last step."""
     steps = (digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5))
     return sorted({0, last, *(step for step in steps if step < last)})
-
-
-# speed, memory, split and traffic
-
-
-def measure_speed(ranks: Processes, config: Config, steps: int) -> dict[str, Any]:
-    """Measure a variant. Collective.
-
-    Returns:
-        {"triples_per_second": per block, "threads", "peak_memory_bytes", "split": {part:
-        milliseconds}, "traffic": {"deduplicated" | "duplicated": means per step of this rank}}, and
-        "peak_device_bytes" on CUDA. Memory is read before the batches with duplicates, which are
-        larger.
-    """
-    session = Session(config, RunFolder(str(config.run.dir)), ranks)
-    results: dict[str, Any] = {"threads": torch.get_num_threads()}
-    stream = _endless(_batches(session))
-    step = SampledStep(session.backend, config.train, ranks.device)
-    split_of_a_step(step, stream, SETTLING)
-    results["split"] = split_of_a_step(step, stream, SPLIT)
-    # The pipeline takes the lookup over: from here on nothing else may train the model.
-    trainer = Trainer(session, begin(session), None)
-    results["triples_per_second"] = _timed_blocks(trainer, steps)
-    results["peak_memory_bytes"] = peak_resident_bytes()
-    if ranks.device.type == "cuda":
-        results["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
-    results["traffic"] = {
-        name: _traffic(trainer, duplicates)
-        for name, duplicates in (("deduplicated", False), ("duplicated", True))
-    }
-    return results
-
-
-def _batches(session: Session, duplicates: bool = False) -> TripleBatches | QuerySampleBatches:
-    batches = build_batches(
-        session.config, session.store, session.processes, session.disk, duplicates
-    )
-    return cast(TripleBatches | QuerySampleBatches, batches)  # compare refuses all entities
-
-
-def _endless(batches: TripleBatches | QuerySampleBatches) -> Iterator[Any]:
-    """Yield the batches of epoch after epoch."""
-    for epoch in count():
-        yield from batches.epoch(epoch)
-
-
-def _timed_blocks(trainer: Trainer, steps: int) -> list[float]:
-    """Return triples per second, over all ranks, for each block of steps."""
-    session = trainer.session
-    batches = _batches(session)
-    blocks = [WARM_UP, *[steps] * BLOCKS]
-    # Batches beyond the last block keep the pipeline as full there as in any other.
-    needed = (sum(blocks) + IN_FLIGHT) * batches.plan.accumulation
-    stream = islice(_endless(batches), needed)
-    size, per_epoch, rates, done = batches.plan.batch_size, batches.steps_per_epoch, [], 0
-    for block in blocks:
-        triples = sum(
-            min(size, batches.examples - step % per_epoch * size)
-            for step in range(done, done + block)
-        )
-        done += block
-        started = _seconds_everywhere(session)
-        for _ in range(block):
-            trainer.train_step(stream)
-        rates.append(triples / (_seconds_everywhere(session) - started))
-    for _ in range(IN_FLIGHT):
-        trainer.train_step(stream)
-    return rates[1:]
-
-
-def _seconds_everywhere(session: Session) -> float:
-    """Return the time, once all ranks have finished their steps, in threads and on GPUs too."""
-    session.backend.shard()
-    _seconds(session.processes.device)
-    session.processes.barrier()
-    return time.perf_counter()
-
-
-def _seconds(device: torch.device) -> float:
-    """Return the time, once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> dict[str, float]:
-    """Return the median milliseconds of each part of a step. Collective.
-
-    The micro-batches of a step are summed. Call it before a pipeline takes over the lookup.
-    """
-    times: list[dict[str, float]] = []
-    device, last = step.device, _seconds(step.device)
-
-    def watch(part: str) -> None:
-        nonlocal last
-        now = _seconds(device)
-        times[-1][part] += now - last
-        last = now
-
-    with step.watched(watch):
-        for _ in range(steps):
-            times.append(dict.fromkeys(PARTS, 0.0))
-            last = _seconds(device)
-            step.progress(batches)
-    return {part: 1e3 * statistics.median(step[part] for step in times) for part in PARTS}
-
-
-def _traffic(trainer: Trainer, duplicates: bool) -> dict[str, Any]:
-    """Count the first batches of epoch 0, which are the same for every variant and repeat."""
-    session = trainer.session
-    batches = _batches(session, duplicates)
-    feature, looked_up = batches.delivery.feature, 0
-
-    def in_order(ids: Tensor) -> Any:
-        """Sort the ids, since an engine for distinct ids relies on it.
-
-        With duplicates the rows are then not those of the triples; the traffic is the same.
-        """
-        nonlocal looked_up
-        looked_up += ids.numel()
-        return feature(ids.sort().values)
-
-    batches.delivery = replace(batches.delivery, feature=in_order)
-    stream = iter(list(islice(_endless(batches), COUNTED * batches.plan.accumulation)))
-    with Traffic() as traffic:
-        for _ in range(COUNTED):
-            trainer.train_step(stream)
-    return {
-        "ids_looked_up": looked_up / COUNTED,
-        "rows_sent": traffic.floats_sent / session.backend.shard().dim / COUNTED,
-        "integers_sent": traffic.integers_sent / COUNTED,
-        "bytes_sent": traffic.bytes_sent / COUNTED,
-        "collectives": {kind: n / COUNTED for kind, n in traffic.collectives.items()},
-        "payload_bytes": {kind: n / COUNTED for kind, n in traffic.payload_bytes.items()},
-    }
 
 
 # the report

@@ -10,39 +10,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.comparison import run_world
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.worlds import run_world
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-
-def describe(ranks: Processes, word: str) -> dict:
+def describe(ranks: Processes, word: str) -> tuple:
     total = torch.tensor(float(ranks.rank + 1))
     dist.all_reduce(total)
-    return {
-        "word": word,
-        "total": float(total),
-        "variables": [os.environ[name] for name in VARIABLES],
-        "flushed": float(torch.tensor(1e-39) * 1.0) == 0,
-    }
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    flushed = float(torch.tensor(1e-39) * 1.0) == 0
+    return word, float(total), [os.environ[name] for name in names], flushed
 
 
-def raise_on_rank_one(ranks: Processes) -> None:
-    """The others lose the connection and raise as well."""
+def fail(ranks: Processes, rank: int, how: str) -> None:
+    """One rank raises, exits or dies by a signal; the others wait for it."""
     ranks.barrier()
-    if ranks.rank == 1:
-        raise ValueError("no such thing")
-    dist.all_reduce(torch.ones(1))
-
-
-def die_on_last_rank(ranks: Processes, how: int) -> None:
-    """how: a signal, or 0 to leave with exit code 3."""
-    ranks.barrier()
-    if ranks.rank == ranks.world_size - 1:
-        if how:
-            os.kill(os.getpid(), how)
-            signal.pause()
-        os._exit(3)
+    if ranks.rank == rank:
+        if how == "raises":
+            raise ValueError("no such thing")
+        if how == "exits":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
     dist.all_reduce(torch.ones(1))
     time.sleep(60)
 

@@ -12,12 +12,12 @@ from random_graph import RandomGraph
 
 from gpu_checks.report import NOTE, Report
 from gpu_checks.timing import Waited, counted, kernels, profiled, step_seconds
-from kge_torchrec.comparison import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings import backend as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
+from kge_torchrec.training.speed import split_of_a_step
 from kge_torchrec.training.step import SampledStep, Step
 
 PLAIN = "not compiled"  # today's default of dense.compile

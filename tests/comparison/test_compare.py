@@ -1,4 +1,4 @@
-"""Whole comparisons on the embedded graph, and what those leave that do not reach their end."""
+"""Whole comparisons: what they report, what those leave that do not end, what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import QUIET, config_of
@@ -18,11 +18,13 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec import api, comparison
 from kge_torchrec.cli import main, run_verb
-from kge_torchrec.comparison import variants
+from kge_torchrec.comparison import summary, text, variants
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.config.entities import VARIANTS
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.worlds import RankFailed
 from kge_torchrec.errors import DataError
+from kge_torchrec.training.step import PARTS
 
 
 def arguments(folder: Path, *options: str, **changes) -> list[str]:
@@ -37,31 +39,22 @@ def arguments(folder: Path, *options: str, **changes) -> list[str]:
     return ["compare", "demo", *options, *flags]
 
 
-@pytest.mark.slow
-def test_comparison_works_from_python(tmp_path):
-    config = config_of("countries", tmp_path / "compared", model__dim=16, train__epochs=1)
-    results = kge_torchrec.compare(config, world_sizes=[2], repeats=0)
-    assert results["complete"] and results["engines"] == ["torchrec", "handrolled"]
-    written = (tmp_path / "compared" / "comparison.json").read_text()
-    assert json.loads(json.dumps(results)) == json.loads(written)
-    assert results["training"]["2"]["differences"]["handrolled"][-1]["entities"] < 1e-4
-    with pytest.raises(ConfigError, match="none of"):
-        kge_torchrec.compare(config, engines=["torchrec", "other"])
+def report_of(folder: Path) -> dict:
+    return json.loads((folder / "comparison.json").read_text())
 
 
-def test_comparison_writes_all_results(tmp_path, capsys):
+def test_comparison_writes_all_results(tmp_path):
     folder = tmp_path / "compared"
-    options = ["--engines", "torchrec", "handrolled", "--world-sizes", "1", "2"]
-    options += ["--repeats", "1", "--steps", "3"]
-    assert main(arguments(folder, *options)) == 0
-    results = json.loads((folder / "comparison.json").read_text())
-    out, _ = capsys.readouterr()
-
+    keys = {"model__dim": 16, "train__batch_size": 512, "train__log_every": 2}
+    config = config_of("countries", folder, **keys)
+    returned = kge_torchrec.compare(config, world_sizes=[1, 2], repeats=1, steps=3)
+    results = report_of(folder)
+    assert results == json.loads(json.dumps(returned))
     assert results["complete"] is True and results["failure"] is None
     assert results["engines"] == ["torchrec", "handrolled"]
     assert results["config"]["model"]["dim"] == 16 and results["machine"]["packages"]["torch"]
     store = TripleStore.open(folder / "store")
-    steps = 2 * -(-len(store.train) // 512)
+    steps = config.train.epochs * -(-len(store.train) // 512)
     assert results["data"]["train"] == len(store.train)
     for world_size in ("1", "2"):
         training = results["training"][world_size]
@@ -71,88 +64,61 @@ def test_comparison_writes_all_results(tmp_path, capsys):
         assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
         assert measured[-1]["step"] == steps and measured[-1]["entities"] < 1e-4 * 0.05
         assert training["metrics"]["torchrec"]["both"]["realistic"]["mrr"] > 0
-        for name, measurements in results["speed"][world_size].items():
-            assert [one["repeat"] for one in measurements] == [0]
-            for one in measurements:
-                assert len(one["triples_per_second"]) == 3 and min(one["triples_per_second"]) > 0
-                assert len(one["ranks"]) == int(world_size)
-                for rank in one["ranks"]:
-                    assert set(rank["split"]) == {"data", "lookup", "score", "backward", "update"}
-                    assert all(ms > 0 for ms in rank["split"].values())
-                    assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
-                    assert rank["threads"] == 1
-            sent = results["summary"][world_size][name]["traffic"]["deduplicated"]["rows_sent"]
-            assert sent == 0 if world_size == "1" else sent > 0
-
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "comparison.json", "comparison.txt", "store",
-    ]  # fmt: skip
-    text = (folder / "comparison.txt").read_text()
-    assert text.strip() in out and f"report: {folder}" in out
+        for name, (repeat,) in results["speed"][world_size].items():
+            assert repeat["repeat"] == 0 and len(repeat["ranks"]) == int(world_size)
+            assert len(repeat["triples_per_second"]) == 3 and min(repeat["triples_per_second"]) > 0
+            for rank in repeat["ranks"]:
+                assert set(rank["split"]) == set(PARTS) and min(rank["split"].values()) > 0
+                assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
+                assert rank["threads"] == 1
+            for sent in results["summary"][world_size][name]["traffic"].values():
+                assert sent["ids_looked_up"] > 0
+                for kind in ("rows_sent", "integers_sent", "bytes_sent"):
+                    assert (sent[kind] == 0) == (world_size == "1")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["comparison.json", "comparison.txt", "store"]
+    assert (folder / "comparison.txt").read_text() == text(results) + "\n"
     assert multiprocessing.active_children() == []
 
 
-def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading.Thread:
-    """Calls ``act`` in a thread, some time after both ranks of the first speed world started."""
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("how", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
+def test_comparison_that_ends_early_keeps_results(tmp_path, capsys, how):
+    """While both ranks of the first world of speed measure."""
+    folder = tmp_path / "compared"
 
     def watch() -> None:
-        file = folder / "comparison.json"
         until = time.monotonic() + 240
         while time.monotonic() < until:
-            trained = file.exists() and json.loads(file.read_text())["training"]
+            file = folder / "comparison.json"
+            trained = file.exists() and report_of(folder)["training"]
             if trained and len(multiprocessing.active_children()) == 2:
                 time.sleep(1.5)
-                act()
-                return
+                if how == "killed":
+                    return os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+                break
             time.sleep(0.05)
         _thread.interrupt_main()  # or the comparison would run for ever
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-ENDLESS = ("--world-sizes", "2", "--repeats", "1", "--steps", "1000000")
-
-
-def check_partial_report(folder: Path) -> dict:
-    results = json.loads((folder / "comparison.json").read_text())
-    assert results["complete"] is False
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    options = ("--world-sizes", "2", "--repeats", "1", "--steps", "1000000")
+    code = main(arguments(folder, *options))
+    watcher.join()
+    results, (out, err) = report_of(folder), capsys.readouterr()
+    assert results["complete"] is False and not results["speed"]
     assert results["training"]["2"]["complete"] is True and results["training"]["2"]["metrics"]
-    assert not any(results["speed"].get("2", {}).values())
-    text = (folder / "comparison.txt").read_text()
-    assert "training, same start" in text and f"incomplete: {results['failure']['where']}: " in text
-    assert multiprocessing.active_children() == []
-    return results
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_killed_rank_ends_the_comparison_and_keeps_results(tmp_path, capsys):
-    folder = tmp_path / "compared"
-
-    def kill_one() -> None:
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-
-    watcher = when_speed_is_measured(folder, kill_one)
-    assert main(arguments(folder, *ENDLESS)) == 1
-    watcher.join()
-    failure = check_partial_report(folder)["failure"]
+    failure, written = results["failure"], (folder / "comparison.txt").read_text()
     assert failure["where"] == "2 ranks, speed of torchrec, repeat 1 of 1"
-    assert failure["rank"] in (0, 1)
-    assert "was killed by SIGKILL" in failure["reason"]
-    assert "was killed by SIGKILL" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ctrl_c")
-def test_interrupted_comparison_keeps_results(tmp_path, capsys):
-    folder = tmp_path / "compared"
-    watcher = when_speed_is_measured(folder, _thread.interrupt_main)
-    assert main(arguments(folder, *ENDLESS)) == 130
-    watcher.join()
-    assert check_partial_report(folder)["failure"]["reason"] == "it was interrupted"
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"kge-torchrec: interrupted; the measurements so far are in {folder}"
+    assert "training, same start" in written and f"incomplete: {failure['where']}: " in written
+    assert multiprocessing.active_children() == []
+    if how == "killed":
+        assert code == 1 and failure["rank"] in (0, 1)
+        assert "was killed by SIGKILL" in failure["reason"] and failure["reason"] in out
+    else:
+        assert code == 130 and failure["reason"] == "it was interrupted"
+        said = f"kge-torchrec: interrupted; the measurements so far are in {folder}"
+        assert err.splitlines()[-1] == said
 
 
 def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
@@ -161,7 +127,7 @@ def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
                "train__log_every": 1}  # fmt: skip
     assert main(arguments(folder, "--repeats", "0", **changes)) == 1
-    results = json.loads((folder / "comparison.json").read_text())
+    results = report_of(folder)
     training = results["training"]["1"]
     assert results["complete"] is False and training["complete"] is False
     assert 0 < training["steps"] == len(training["losses"]["torchrec"])
@@ -169,27 +135,21 @@ def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     assert "NonFiniteLoss" in capsys.readouterr().out
 
 
-def test_presets_are_compared_by_initial_values_only(tmp_path):
+def test_presets_are_compared_by_initial_values_only(tmp_path, capsys):
     folder = tmp_path / "compared"
     options = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0"]
     changes = {"train__optimizer": "adam", "train__epochs": 0}
     assert main(arguments(folder, *options, **changes)) == 0
-    results = json.loads((folder / "comparison.json").read_text())
+    results = report_of(folder)
     assert results["complete"] and results["speed"] == {}
     presets = [results["entities"][name]["preset"] for name in results["engines"]]
     assert presets == ["dicee", "dgl", "fbgemm"]
-    starts = [measured[0] for measured in results["training"]["1"]["differences"].values()]
+    training = results["training"]["1"]
+    assert training["complete"] and training["steps"] == 0 and training["metrics"] == {}
+    starts = [measured[0] for measured in training["differences"].values()]
     assert starts == 2 * [{"step": 0, "entities": 0, "dense": 0}]
-
-
-def test_rejection_is_one_sentence(tmp_path, capsys):
-    options = ["--engines", "torchrec", "dicee"]
-    assert main(arguments(tmp_path / "compared", *options)) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(
-        "kge-torchrec: dicee: entities.preset: dicee has adam only, not adagrad"
-    )
-    assert err.count("\n") == 1 and not (tmp_path / "compared").exists()
+    written = (folder / "comparison.txt").read_text()
+    assert capsys.readouterr().out == f"{written}\nreport: {folder}\n"
 
 
 def test_config_of_a_run_is_compared(tmp_path, monkeypatch):
@@ -199,16 +159,12 @@ def test_config_of_a_run_is_compared(tmp_path, monkeypatch):
 
     def stop(size, device, work, configs, *_):
         seen.append(configs)
-        raise comparison.RankFailed(0, "stopped")
+        raise RankFailed(0, "stopped")
 
     monkeypatch.setattr(comparison, "run_world", stop)
     words = ["--repeats", "0", "--run.dir", str(tmp_path / "compared"), "--threads", "1"]
     assert main(["compare", str(run.path), *words]) == 1
     assert seen[0]["torchrec"].model == run.config.model
-
-
-def test_schedules_that_need_no_validation_are_compared():
-    assert set(variants(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))
 
 
 # what is refused before anything starts
@@ -222,10 +178,10 @@ def test_contenders_differ_only_in_engine_and_preset():
         assert (results[name].entities.engine, results[name].entities.preset) == (engine, preset)
         values, base = results[name].to_dict(), config.to_dict()
         assert {**values, "entities": 0} == {**base, "entities": 0}
+    assert set(variants(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))
 
 
-REFUSED = {
-    "an unknown name": (["--engines", "torchrec", "dglke"], "--engines: 'dglke' is none of torch"),
+REFUSED = {  # beside those of bad_inputs.tsv
     "a name twice": (["--engines", "dgl", "dgl"], "--engines names dgl twice"),
     "a single name": (["--engines", "torchrec"], "--engines needs at least two"),
     "dicee has adam only": (
@@ -248,37 +204,23 @@ REFUSED = {
     "an engine besides the names": (["--entities.engine", "dgl"], "entities.engine: --engines"),
     "a preset besides the names": (["--entities.preset=dgl"], "entities.preset: --engines"),
     "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
-    "an unknown key": (["--train.learning_rate", "1"], "unknown key train.learning_rate"),
-    "no ranks": (["--world-sizes", "0", "1"], "--world-sizes must be different integers >= 1"),
     "a world size twice": (["--world-sizes", "2", "2"], "--world-sizes must be different"),
-    "negative repeats": (["--repeats", "-1"], "--repeats must be an integer >= 0"),
-    "no steps": (["--steps", "0"], "--steps must be an integer >= 1"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_contenders_are_rejected(name, tmp_path):
-    arguments, words = REFUSED[name]
+    words, said = REFUSED[name]
     folder = tmp_path / "compared"
     with pytest.raises(ConfigError) as caught:
-        run_verb("compare", ["demo", *arguments, "--run.dir", str(folder)])
-    assert words in str(caught.value)
-    assert not folder.exists()
-
-
-def test_nonempty_folder_is_rejected(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"run.dir: .* is not empty"):
-        run_verb("compare", ["demo", "--run.dir", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+        run_verb("compare", ["demo", *words, "--run.dir", str(folder)])
+    assert said in str(caught.value) and not folder.exists()
 
 
 def test_bad_data_leaves_no_folder(tmp_path):
+    words = ["--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "nowhere")]
     with pytest.raises(DataError, match="nowhere"):
-        run_verb(
-            "compare",
-            ["demo", "--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "nowhere")],
-        )
+        run_verb("compare", ["demo", *words])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -286,3 +228,73 @@ def test_torchrun_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="without torchrun"):
         run_verb("compare", ["demo"])
+
+
+# figures and tables of made-up comparisons
+
+
+def repeats(*medians: float) -> list[dict[str, Any]]:
+    """A repeat for each median: of three blocks, the outer ones far off, and of two ranks."""
+    sent = {"ids_looked_up": 100.0, "rows_sent": 90.0, "integers_sent": 50.0, "bytes_sent": 2048.0}
+    rank = {
+        "peak_memory_bytes": 300 << 20,
+        "split": {part: float(i) for i, part in enumerate(PARTS, 1)},
+        "traffic": {
+            "deduplicated": {**sent, "collectives": {"all_to_all": 4.0}},
+            "duplicated": {**sent, "bytes_sent": 8192.0, "collectives": {"all_to_all": 4.0}},
+        },
+    }
+    other = {**rank, "traffic": {**rank["traffic"], "deduplicated": {**sent, "collectives": {}}}}
+    return [
+        {"repeat": i, "triples_per_second": [0.5 * rate, rate, 1.5 * rate], "ranks": [rank, other]}
+        for i, rate in enumerate(medians)
+    ]
+
+
+def rows_of(difference: float | None, failure: dict | None = None, **speed: list[dict]):
+    """The text of two variants at world size 2 that differ after 20 steps, and its cells."""
+    metrics = {"both": {"realistic": {"mrr": 0.5, "hits@10": 0.75}}}
+    training = {
+        "steps": 20,
+        "losses": {"torchrec": [2.0] * 20, "handrolled": [2.0] * 20},
+        "differences": {"handrolled": [{"step": 20, "entities": difference, "dense": 0.0}]},
+        "metrics": {"torchrec": metrics, "handrolled": metrics},
+    }
+    summed, config = summary({"2": speed} if speed else {}), config_of("countries").to_dict()
+    content = {"config": config, "training": {"2": training}, "summary": summed}
+    said = text({**content, "failure": failure})
+    return said, [line.split() for line in said.splitlines()]
+
+
+def test_spread_and_ratio():
+    """With one repeat the spread is that of its blocks."""
+    base = repeats(100, 104, 100)
+    for ours, speed, ratio in (
+        (repeats(200, 260, 220), (220, 200, 260), (2.2, 2.0, 2.5)),
+        (repeats(200), (200, 100, 300), (2.0, 2.0, 2.0)),
+    ):
+        found = summary({"2": {"base": base, "ours": ours}})["2"]["ours"]
+        assert tuple(found["triples_per_second"].values()) == speed
+        assert tuple(found["ratio_to_first"].values()) == ratio
+
+
+def test_tables():
+    _, rows = rows_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5))
+    assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "1.0e-06"] in rows
+    assert ["2", "torchrec", "105,000", "100,000", "110,000", "1.00", "300"] in rows
+    assert ["2", "handrolled", "210,000", "200,000", "220,000", "2.00", "300"] in rows
+    assert ["2", "torchrec", "1", "2", "3", "4", "5", "15"] in rows
+    sent = ["2", "torchrec", "deduplicated", "100", "90", "50", "2.0", "2", "all_to_all"]
+    assert sent in rows  # the mean of the ranks
+
+
+def test_what_was_not_measured_has_no_figure_and_a_failure_says_where_and_why():
+    failure = {"where": "2 ranks, speed of dgl, repeat 1 of 3", "rank": 1,
+               "reason": "was killed by SIGKILL"}  # fmt: skip
+    said, rows = rows_of(None, failure)
+    assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "-"] in rows
+    assert "triples/s" not in said
+    last = "incomplete: 2 ranks, speed of dgl, repeat 1 of 3: rank 1 was killed by SIGKILL"
+    assert said.splitlines()[-1] == last
+    said, _ = rows_of(None, failure | {"rank": None, "reason": "it was interrupted"})
+    assert said.endswith("of 3: it was interrupted")

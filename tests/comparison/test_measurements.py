@@ -1,27 +1,43 @@
-"""Training side by side: the recorded losses and differences."""
+"""What the ranks of a comparison measure: losses, differences, the parts of a step, traffic."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from training_runs import config_of, fit, parameters
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training_runs import config_of, fit, parameters, tiny_store
 from worlds import run_world as run_test_world
 
 from kge_torchrec import comparison
-from kge_torchrec.comparison import RankFailed, measured_steps, run_world, train_side_by_side
+from kge_torchrec.comparison import measured_steps, train_side_by_side
 from kge_torchrec.config import Config
-from kge_torchrec.distributed.processes import processes
+from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.distributed.traffic import Traffic
+from kge_torchrec.distributed.worlds import RankFailed, run_world
+from kge_torchrec.models.model import KGEModel
+from kge_torchrec.training import speed
+from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.step import PARTS, SampledStep
+
+# losses and differences
 
 
-def test_steps_at_which_parameters_are_compared():
-    assert measured_steps(0) == [0]
-    assert measured_steps(1) == [0, 1]
-    assert measured_steps(60) == [0, 1, 2, 5, 10, 20, 50, 60]
-    assert measured_steps(100) == [0, 1, 2, 5, 10, 20, 50, 100]
+@pytest.mark.parametrize(
+    "last, steps", [(0, [0]), (1, [0, 1]), (60, [0, 1, 2, 5, 10, 20, 50, 60]),
+                    (100, [0, 1, 2, 5, 10, 20, 50, 100])])  # fmt: skip
+def test_steps_at_which_parameters_are_compared(last, steps):
+    assert measured_steps(last) == steps
 
 
 def trained(world_size: int, folder: Path, **configs: Config) -> list[dict]:
@@ -38,11 +54,9 @@ def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path):
     assert results["losses"]["one"] == results["losses"]["two"] != results["losses"]["faster"]
     assert results["losses"]["one"][0] == results["losses"]["faster"][0]
 
-    steps = [0, 1, 2, 5, 10]
     same, other = results["differences"]["two"], results["differences"]["faster"]
-    assert [one["step"] for one in same] == [one["step"] for one in other] == steps
-    assert all(one["entities"] == one["dense"] == 0 for one in same)
-    assert other[0]["entities"] == other[0]["dense"] == 0
+    assert [each["step"] for each in same] == [each["step"] for each in other] == [0, 1, 2, 5, 10]
+    assert all(each["entities"] == each["dense"] == 0 for each in [*same, other[0]])
     # Adam's first step is the learning rate, whatever the gradient
     assert other[1]["entities"] == pytest.approx(0.05, rel=1e-2)
     assert other[-1]["entities"] > other[1]["entities"]
@@ -59,15 +73,6 @@ def test_losses_and_metrics_equal_those_of_a_normal_run(store, tmp_path):
     losses = [values["loss"] for kind, values in events if kind == "step"]
     assert results["losses"]["one"] == losses
     assert results["metrics"]["one"] == session.rank("test")
-
-
-def test_zero_epochs_compare_initial_values(store, tmp_path):
-    config = config_of(store, tmp_path, train__epochs=0)
-    other = config_of(store, tmp_path, train__epochs=0, model__init_scale=0.25)
-    results = trained(1, tmp_path, one=config, two=config, other=other)[0]
-    assert results["complete"] and results["steps"] == 0 and results["metrics"] == {}
-    assert results["differences"]["two"] == [{"step": 0, "entities": 0, "dense": 0}]
-    assert results["differences"]["other"][0]["entities"] > 0.1
 
 
 def test_nonfinite_loss_names_the_contender(store, tmp_path):
@@ -108,3 +113,161 @@ def test_differences_against_whole_tables(store, tmp_path):
         assert results["row"][0] == {"entities": pytest.approx(0.75), "dense": 0}
         assert results["dense"][0] == {"entities": 0, "dense": pytest.approx(0.25)}
         assert np.isnan(results["nan"][0]["entities"]) and results["nan"][0]["dense"] == 0
+
+
+# speed
+
+DELAY = 0.05  # seconds, far above what any part of a step of a tiny graph takes
+
+
+@pytest.fixture
+def session(tmp_path, store, request):
+    config = config_of(store, tmp_path / "run", entities__engine=request.param)
+    with processes("cpu") as ranks:
+        yield Session(config, RunFolder(tmp_path / "run"), ranks)
+
+
+def after_a_delay(function: Callable[..., Any]) -> Callable[..., Any]:
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args, **kwargs)
+
+    return delayed
+
+
+class _SlowGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(DELAY)
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("session", "part"),
+    [("torchrec", "lookup"), ("handrolled", "backward"), ("torchrec", "update"),
+     ("handrolled", "update"), ("handrolled", "data"), ("torchrec", "score")],
+    indirect=["session"],
+)  # fmt: skip
+def test_slow_part_is_measured(session, part, monkeypatch):
+    batches = build_batches(session.config, session.store, session.processes)
+    model = next(m for m in session.backend.model.modules() if isinstance(m, KGEModel))
+    if part == "backward":
+        forward = model.objective.forward
+        slow = lambda *args: _SlowGradient.apply(forward(*args))  # noqa: E731
+        monkeypatch.setattr(model.objective, "forward", slow)
+    else:
+        owner, name = {
+            "data": (batches, "batch"),
+            "lookup": (model.entities, "forward"),
+            "score": (model.objective, "forward"),
+            "update": (session.backend.table, "update"),
+        }[part]
+        monkeypatch.setattr(owner, name, after_a_delay(getattr(owner, name)))
+    step = SampledStep(session.backend, session.config.train, session.processes.device)
+    results = speed.split_of_a_step(step, batches.epoch(0), 3)
+    assert list(results) == list(PARTS)
+    assert results.pop(part) >= 1e3 * DELAY
+    assert max(results.values()) < 1e3 * DELAY and min(results.values()) > 0
+    objective = session.backend.unwrapped_model.objective  # as it was: nobody watches any more
+    assert not objective._forward_hooks and not objective._forward_pre_hooks
+
+
+@pytest.mark.parametrize("session", ["torchrec", "handrolled"], indirect=True)
+def test_blocks_count_the_triples_that_they_train(session, monkeypatch):
+    """130 triples in batches of 32: every fifth step trains 2."""
+    seconds = count()
+    monkeypatch.setattr(speed, "_seconds_everywhere", lambda session: float(next(seconds)))
+    monkeypatch.setattr(speed, "WARM_UP", 2)
+    results = speed.measure_speed(session.processes, session.config, 4)
+    #    warm-up:  32 32, then 32 32 2 32, 32 32 32 2, 32 32 32 32
+    assert results["triples_per_second"] == [98, 98, 128]
+
+
+# traffic, against a count by hand of what each rank of two has to send
+
+
+def counted(traffic: Traffic) -> dict:
+    names = ("collectives", "payload_bytes", "integers_sent", "floats_sent", "bytes_sent")
+    return {name: getattr(traffic, name) for name in names}
+
+
+def rank_sends_known_sizes() -> tuple[dict, dict]:
+    rank = dist.get_rank()
+    with Traffic() as traffic:
+        ids = torch.arange(5 + rank)  # 2 stay on rank 0 and 3 leave; 2 leave rank 1 and 4 stay
+        splits = [2, 3 + rank]
+        theirs = [2, 2] if rank == 0 else [3, 4]
+        dist.all_to_all_single(torch.empty(sum(theirs), dtype=torch.int64), ids, theirs, splits)
+        counts = torch.zeros(6, dtype=torch.int32)  # equal parts: half of them leave
+        dist.all_to_all_single(torch.empty_like(counts), counts)
+        rows = torch.zeros(sum(splits), 4, dtype=torch.bfloat16)
+        dist.all_to_all_single(torch.empty(sum(theirs), 4, dtype=rows.dtype), rows, theirs, splits)
+        dist.all_reduce(torch.zeros(10))
+        dist.all_gather([torch.empty(3), torch.empty(3)], torch.zeros(3))
+        if rank == 0:
+            dist.send(torch.zeros(7), 1)
+        else:
+            dist.recv(torch.empty(7), 0)
+        dist.barrier()
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    for _ in range(4):  # the first steps set DDP up, which takes collectives of its own
+        with Traffic() as gradients:
+            model(torch.ones(1, 3)).sum().backward()
+    return counted(traffic), counted(gradients)
+
+
+def test_collectives_of_known_sizes_and_of_ddp():
+    (first, one), (second, two) = run_test_world(2, rank_sends_known_sizes)
+    kinds = {"all_to_all": 3, "all_reduce": 1, "all_gather": 1}
+    assert second["collectives"] == kinds and first["collectives"] == kinds | {"send": 1}
+    assert (first["floats_sent"], second["floats_sent"]) == (3 * 4 + 7, 2 * 4)
+    assert (first["integers_sent"], second["integers_sent"]) == (3 + 3, 2 + 3)
+    sent = {"first": 3 * 8 + 3 * 4 + 3 * 4 * 2 + 7 * 4, "second": 2 * 8 + 3 * 4 + 2 * 4 * 2}
+    assert (first["bytes_sent"], second["bytes_sent"]) == (sent["first"], sent["second"])
+    inputs = {"all_to_all": 5 * 8 + 6 * 4 + 5 * 4 * 2, "all_gather": 12, "send": 28}
+    assert first["payload_bytes"] == inputs | {"all_reduce": 40}
+    for gradients in (one, two):
+        assert gradients["collectives"] == {"all_reduce": 1}
+        assert gradients["payload_bytes"] == {"all_reduce": (3 * 2 + 2) * 4}
+        assert gradients["bytes_sent"] == 0  # of all_to_all, that is
+
+
+def asked(config, store, world_size: int, duplicates: bool) -> list[list[np.ndarray]]:
+    """[rank][step]: the ids that each rank looks up in the steps whose traffic is counted."""
+    results = []
+    for rank in range(world_size):
+        ranks = Processes(rank, world_size, world_size, torch.device("cpu"))
+        stream = build_batches(config, store, ranks, duplicates=duplicates).epoch(0)
+        results.append([next(stream).ids.values().numpy() for _ in range(speed.COUNTED)])
+    return results
+
+
+def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path):
+    """TorchRec tells the numbers of lengths and ids, the batch size and the lengths before ids."""
+    second_starts, counts, exchanges, dim = 19, 4, 5, 8  # rank 0 has the larger part of 37 rows
+    store = tiny_store(tmp_path / "store")
+    config = config_of(store.path, tmp_path)
+    ranks = run_world(2, "cpu", speed.measure_speed, config, 2)
+    for kind in ("deduplicated", "duplicated"):
+        ids = asked(config, store, 2, kind == "duplicated")
+        looked_up = np.array([[len(step) for step in rank] for rank in ids])
+        from_first = np.array([[(step < second_starts).sum() for step in rank] for rank in ids])
+        # What a rank looks up on the other one: its ids go there, their gradients as well.
+        elsewhere = np.stack([(looked_up - from_first)[0], from_first[1]])
+        for rank, sent in enumerate(one["traffic"][kind] for one in ranks):
+            out, back = elsewhere[rank].mean(), elsewhere[1 - rank].mean()
+            assert sent["ids_looked_up"] == pytest.approx(looked_up[rank].mean())
+            assert sent["rows_sent"] == pytest.approx(out + back)
+            assert sent["integers_sent"] == pytest.approx(out + counts)
+            assert sent["bytes_sent"] == pytest.approx((out + back) * dim * 4 + (out + counts) * 8)
+            assert sent["collectives"] == {"all_to_all": exchanges, "all_reduce": 1}
+            relations = 2 * store.num_relations * dim * 4  # and their reciprocals
+            assert sent["payload_bytes"]["all_reduce"] == relations
+    distinct, duplicated = (ranks[0]["traffic"][kind] for kind in ("deduplicated", "duplicated"))
+    assert duplicated["rows_sent"] > 1.5 * distinct["rows_sent"]
+    # Heads and tails of 16 triples, of a single one in the last of five steps, and negatives.
+    assert duplicated["ids_looked_up"] == (4 * 2 * 16 + 2) / 5 + 2 * 6

@@ -11,61 +11,45 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparison_ranks import (
-    describe,
-    die_on_last_rank,
-    raise_on_rank_one,
-    start_and_wait,
-)
+from comparison_ranks import describe, fail, start_and_wait
 
-from kge_torchrec.comparison import RankFailed, run_world
+from kge_torchrec.distributed.worlds import RankFailed, run_world
 
 
-@pytest.fixture(autouse=True)
-def nobody_left():
-    yield
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_join_one_group_as_under_torchrun(size):
+    flushes = torch.set_flush_denormal(False)  # whether this processor can; not in this process
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    results = run_world(size, "cpu", describe, "word")
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for rank, result in enumerate(results):
+        assert result == ("word", size * (size + 1) / 2, [str(rank), str(size)] * 2, flushes)
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_join_one_group_as_under_torchrun(world_size):
-    flushes = torch.set_flush_denormal(False)  # whether this processor can; not in this process
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    results = run_world(world_size, "cpu", describe, "word")
-    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    for rank, values in enumerate(results):
-        assert values["word"] == "word"
-        assert values["total"] == world_size * (world_size + 1) / 2
-        assert values["variables"] == [str(rank), str(world_size)] * 2
-        assert values["flushed"] == flushes
-
-
-def test_first_rank_that_raised_is_named():
-    with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: no such thing$") as caught:
-        run_world(3, "cpu", raise_on_rank_one)
-    assert caught.value.rank == 1
-    assert "raise_on_rank_one" in caught.value.details
-
-
 @pytest.mark.parametrize(
-    ("how", "words"),
-    [(signal.SIGKILL, "was killed by SIGKILL"), (0, "ended with exit code 3")],
+    "size, rank, how, words",
+    [
+        (3, 1, "raises", "raised ValueError: no such thing"),
+        (2, 1, "exits", "ended with exit code 3"),
+        (2, 1, "is killed", r"was killed by SIGKILL \(the kernel does this when memory runs out\)"),
+        (1, 0, "is killed", "was killed by SIGKILL"),
+    ],
 )
-def test_dead_rank_ends_all_ranks(how, words):
+def test_first_rank_that_fails_is_named_and_ends_all(size, rank, how, words):
+    """The others lose the connection and raise as well, or would wait a minute."""
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=rf"^rank 1 {words}"):
-        run_world(2, "cpu", die_on_last_rank, int(how))
-    assert time.monotonic() - started < 20  # rank 0 waits a minute otherwise
-
-
-def test_death_of_the_only_rank_is_reported():
-    with pytest.raises(RankFailed, match=r"^rank 0 was killed by SIGKILL"):
-        run_world(1, "cpu", die_on_last_rank, int(signal.SIGKILL))
+    with pytest.raises(RankFailed, match=rf"^rank {rank} {words}") as caught:
+        run_world(size, "cpu", fail, rank, how)
+    assert caught.value.rank == rank and time.monotonic() - started < 20
+    assert ("in fail" in caught.value.details) == (how == "raises")
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_killed_launcher(tmp_path):
-    """The same happens when the command itself runs out of memory: no process ends its ranks."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_their_launcher(tmp_path, number):
+    """Also when the command itself runs out of memory: no process ends its ranks."""
     starter = multiprocessing.get_context("spawn").Process(
         target=start_and_wait, args=(str(tmp_path),)
     )
@@ -74,8 +58,9 @@ def test_ranks_end_with_their_killed_launcher(tmp_path):
     assert soon(lambda: all(file.exists() and file.read_text() for file in files), 60)
     ranks = [int(file.read_text()) for file in files]
     assert all(map(runs, ranks))
-    starter.kill()
+    os.kill(starter.pid, number)
     starter.join()
+    assert starter.exitcode == -number
     assert soon(lambda: not any(map(runs, ranks)), 10)
 
 
