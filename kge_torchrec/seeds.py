@@ -19,6 +19,7 @@ from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import changed_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, config_from_dict, load_config
+from kge_torchrec.lines import say
 from kge_torchrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -139,7 +140,18 @@ def train_seeds(
     if os.environ.get("RANK", "0") == "0":
         path.mkdir(parents=True, exist_ok=True)
         files.write_json(path / FILE, {"seeds": numbers, "config": config.to_dict()})
-    return _train_missing(path, numbers, config, callbacks)
+    from kge_torchrec import api
+
+    folders = {seed: path / f"seed-{seed}" for seed in numbers}
+    missing = [seed for seed in numbers if not RunFolder(folders[seed]).results.exists()]
+    for place, seed in enumerate(missing, 1):
+        say(f"seed {seed}, run {place} of {len(missing)}")
+        chosen = config
+        if config.decided_by is None and seed != numbers[0]:
+            chosen = load_config(folders[numbers[0]])
+        run = replace(config.run, dir=str(folders[seed]), resume="auto")
+        api.train(replace(chosen, seed=seed, run=run), callbacks)
+    return SeedRuns(path)
 
 
 def resume_seeds(path: str | Path, settings: Sequence[str] = ()) -> SeedRuns:
@@ -149,24 +161,6 @@ def resume_seeds(path: str | Path, settings: Sequence[str] = ()) -> SeedRuns:
     return train_seeds(config, runs.seeds)
 
 
-def _train_missing(
-    path: Path, seeds: Sequence[int], config: Config, callbacks: Sequence[Callback]
-) -> SeedRuns:
-    from kge_torchrec import api
-    from kge_torchrec.lines import say
-
-    folders = {seed: path / f"seed-{seed}" for seed in seeds}
-    missing = [seed for seed in seeds if not RunFolder(folders[seed]).results.exists()]
-    for place, seed in enumerate(missing, 1):
-        say(f"seed {seed}, run {place} of {len(missing)}")
-        chosen = config
-        if config.decided_by is None and seed != seeds[0]:
-            chosen = load_config(folders[seeds[0]])
-        run = replace(config.run, dir=str(folders[seed]), resume="auto")
-        api.train(replace(chosen, seed=seed, run=run), callbacks)
-    return SeedRuns(path)
-
-
 def spread(
     results: Mapping[int, Results],
 ) -> dict[str, dict[str, tuple[float, float | None]]]:
@@ -174,19 +168,14 @@ def spread(
 
     The deviation of one run is None.
     """
-    runs = list(results.values())
-    return {
-        side: {
-            name: _spread([float(run[side]["realistic"][name]) for run in runs])
-            for name in runs[0][side]["realistic"]
-        }
-        for side in ("head", "tail", "both")
-        if side in runs[0]
-    }
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float | None]:
-    return mean(values), stdev(values) if len(values) > 1 else None
+    runs, sides = list(results.values()), ("head", "tail", "both")
+    spreads: dict[str, dict[str, tuple[float, float | None]]] = {}
+    for side in (side for side in sides if side in runs[0]):
+        spreads[side] = {}
+        for name in runs[0][side]["realistic"]:
+            values = [float(run[side]["realistic"][name]) for run in runs]
+            spreads[side][name] = mean(values), stdev(values) if len(values) > 1 else None
+    return spreads
 
 
 def paired_test(

@@ -22,12 +22,12 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import declared, key_of
+from kge_torchrec.config.keys import declared, key_of, replace_keys
 from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, values_of
 from kge_torchrec.config.registry import resolve
@@ -245,7 +245,10 @@ def racers(config: Config, store: TripleStore, place: tuple[bool, int]) -> dict[
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with other values for dotted keys; keys of options are allowed."""
+    """Return the config with other values for dotted keys; keys of options are allowed.
+
+    Where a value chooses another part, options of the config that this part has not are left out.
+    """
     changed = config.to_dict()
     for key, value in values.items():
         *groups, name = key.split(".")
@@ -253,22 +256,17 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         for group in groups:
             part = part[group]
         part[name] = value
-    _drop_options_of_others(changed, values)
-    return config_from_dict(changed)
-
-
-def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Remove options of the config that a part has not, where ``values`` choose the part."""
     for key, item in declared(Config).items():
         section, _, name = key.rpartition(".")
-        part = key_of(item).part
-        if part is not None and f"{section}.{part.field}" in values:
-            owner = resolve(part.kind, values[f"{section}.{part.field}"])
+        kind = key_of(item).part
+        if kind is not None and f"{section}.{kind.field}" in values:
+            owner = resolve(kind.kind, values[f"{section}.{kind.field}"])
             known = {option.name for option in fields(settings_of(owner))}
-            options = config[section][name]
+            options = changed[section][name]
             for option in options.keys() - known:
                 if f"{key}.{option}" not in values:
                     del options[option]
+    return config_from_dict(changed)
 
 
 def work_of(config: Config, store: TripleStore, ranks: Processes) -> float:
@@ -386,21 +384,21 @@ def _trained(
 ) -> float | None:
     """Train a racer until it has these epochs; return its result, or None if it diverged."""
     folder = RunFolder(run.racers / name)
-    every = replace(config.checkpoint.every, epochs=0)
-    options = replace(config.checkpoint.options, copy_to=None)
-    config = replace(
+    config = replace_keys(
         config,
-        data=replace(config.data, path=str(store.path)),
-        train=replace(config.train, epochs=epochs),
-        evaluation=replace(config.evaluation, every=_NEVER, patience=0),
-        checkpoint=replace(config.checkpoint, keep=1, every=every, options=options),
-        run=replace(
-            config.run,
-            dir=str(folder.path),
-            resume="never",
-            progress=False,
-            trackers=Trackers(tensorboard=False),
-        ),
+        {
+            "data.path": str(store.path),
+            "train.epochs": epochs,
+            "evaluation.every": _NEVER,
+            "evaluation.patience": 0,
+            "checkpoint.keep": 1,
+            "checkpoint.every.epochs": 0,
+            "checkpoint.options.copy_to": None,
+            "run.dir": str(folder.path),
+            "run.resume": "never",
+            "run.progress": False,
+            "run.trackers": Trackers(tensorboard=False),
+        },
     )
     try:
         resumed = folder if on_first_rank(ranks, lambda: folder.holds_run) else None

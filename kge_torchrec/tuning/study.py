@@ -39,7 +39,7 @@ import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
 from kge_torchrec.config.yaml_file import read_yaml
@@ -65,7 +65,6 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
 
-HALVING = ("epochs", "none")
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
 HEARTBEAT, GRACE = 5, 30  # seconds between beats, and without a beat until a trial counts as killed
@@ -139,8 +138,7 @@ def make_study(
     named = config.model.scorer if config.decided_by else "default"
     path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_start(config, facts_of(config))
-    if halving not in HALVING:
-        raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {halving!r}")
+    one_of("halving", halving, ("epochs", "none"))
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
     where, ranges = "search space", cast(Any, space)
@@ -210,6 +208,9 @@ class Study:
         self.config = read_run_config(path / "config.yaml")
         self.metric = self.config.evaluation.metric
         self.space = parameters_of(read_yaml(path / "space.yaml"), str(path / "space.yaml"))
+        # The epochs before the first comparison: a multiple of the interval of validations.
+        every = self.config.evaluation.every
+        self.first_rung = max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
         self.halves = self.given["way of dropping trials"] == "epochs"
         self.is_file = self.given["storage"] is None
         self.storage = self.given["storage"] or f"sqlite:///{path / 'optuna.db'}"
@@ -281,22 +282,8 @@ class Study:
                     study.enqueue_trial(values, user_attrs={"from": "the config"})
         return study
 
-    @property
-    def first_rung(self) -> int:
-        """The epochs before the first comparison.
-
-        This is a multiple of the validation interval, at most a ninth of all epochs but at least
-        one interval.
-        """
-        every = self.config.evaluation.every
-        return max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
-
     def _objective(self, own: dict[str, Any], trial: Trial) -> float:
-        """Train a trial and return its best result on valid; NaN, which Optuna fails, at an error.
-
-        Raises:
-            TrialPruned: The trial is dropped.
-        """
+        """Train a trial; return its best result on valid, or NaN, which fails it, at an error."""
         name, began = trial.user_attrs.get("from"), time.perf_counter()
         if name in PORTFOLIO:
             values = values_of(name)

@@ -8,15 +8,16 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, largest_difference, parameters, rank, tiny_store
 from worlds import run_world
@@ -83,6 +84,30 @@ def whole(tmp_path_factory, store) -> api.Run:
         return api.train(open_config(store, tmp_path_factory.mktemp("whole") / "run"))
 
 
+@contextmanager
+def at_step(step: int, act: Callable[[], object]):
+    """A context in which ``act`` is called before a step of the trainings, counted from 0."""
+    trained, steps = Trainer.train_step, count()
+
+    def train_step(self, batches):
+        if next(steps) == step:
+            act()
+        return trained(self, batches)
+
+    with patch.object(Trainer, "train_step", train_step):
+        yield
+
+
+def kill() -> None:
+    raise KeyboardInterrupt
+
+
+def killed_at(step: int, config: Config) -> None:
+    """Train until a kill at a step."""
+    with at_step(step, kill), pytest.raises(KeyboardInterrupt):
+        api.train(config)
+
+
 def table_of(path: Path) -> dict[str, torch.Tensor]:
     folder = RunFolder(path)
     with processes("cpu") as ranks:
@@ -138,16 +163,8 @@ def test_winner_continues_as_if_it_had_never_raced(tmp_path, store, whole):
 @pytest.mark.parametrize("step", [5, 12])
 def test_killed_race_resumes(tmp_path, store, whole, step):
     """A process that ends in any step of the race; both ways to resume take it up."""
-    config, steps = open_config(store, tmp_path / "run"), iter(range(10**6))
-    trained = Trainer.train_step
-
-    def killed(self, batches):
-        if next(steps) == step:
-            raise KeyboardInterrupt
-        return trained(self, batches)
-
-    with patch.object(Trainer, "train_step", killed), pytest.raises(KeyboardInterrupt):
-        api.train(config)
+    config = open_config(store, tmp_path / "run")
+    killed_at(step, config)
     assert not (tmp_path / "run" / "results.json").exists()
     if step % 2:
         api.resume(tmp_path / "run")
@@ -159,11 +176,11 @@ def test_killed_race_resumes(tmp_path, store, whole, step):
 
 
 def test_winner_that_was_killed_moving_in(tmp_path, store, whole):
-    replace, count = Path.replace, iter(range(100))
+    replace, moves = Path.replace, count()
 
     def killed(self, target):
-        if self.parent.parent.name == "race" and next(count) == 1:
-            raise KeyboardInterrupt
+        if self.parent.parent.name == "race" and next(moves) == 1:
+            kill()
         return replace(self, target)
 
     with patch.object(Path, "replace", killed), pytest.raises(KeyboardInterrupt):
@@ -174,9 +191,7 @@ def test_winner_that_was_killed_moving_in(tmp_path, store, whole):
 
 def test_race_ends_where_a_resume_says_how_to_train(tmp_path, store):
     """Nothing of the race stays; rules complete the config."""
-    killed = patch.object(Trainer, "train_step", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        api.train(open_config(store, tmp_path / "run"))
+    killed_at(0, open_config(store, tmp_path / "run"))
     assert (tmp_path / "run" / "race").is_dir()
     resumed = api.resume(tmp_path / "run", {"train.lr": 0.05})
     assert resumed.config.train.lr == 0.05 and resumed.config.train.epochs == EPOCHS
@@ -184,15 +199,8 @@ def test_race_ends_where_a_resume_says_how_to_train(tmp_path, store):
 
 
 def test_signal_stops_a_race(tmp_path, store, whole):
-    trained, steps = Trainer.train_step, iter(range(10**6))
-
-    def signalled(self, batches):
-        if next(steps) == 6:
-            signal.raise_signal(signal.SIGTERM)
-        return trained(self, batches)
-
     stops = pytest.raises(TrainingStopped, match="in the race of defaults; resume with")
-    with patch.object(Trainer, "train_step", signalled), stops as caught:
+    with at_step(6, lambda: signal.raise_signal(signal.SIGTERM)), stops as caught:
         api.train(open_config(store, tmp_path / "run"))
     assert f"`train --resume {tmp_path / 'run'}`" in str(caught.value)
     api.resume(tmp_path / "run")
@@ -226,15 +234,8 @@ def test_ranks_race_as_one_process_does(tmp_path, store, whole):
 
 def test_race_continues_with_the_settings_of_its_start(tmp_path, store, whole):
     """Rules choose larger batches on GPUs, so the settings must not follow a change of device."""
-    steps, trained, path = iter(range(10**6)), Trainer.train_step, tmp_path / "run"
-
-    def killed(self, batches):
-        if next(steps) == 12:
-            raise KeyboardInterrupt
-        return trained(self, batches)
-
-    with patch.object(Trainer, "train_step", killed), pytest.raises(KeyboardInterrupt):
-        api.train(open_config(store, path))
+    path = tmp_path / "run"
+    killed_at(12, open_config(store, path))
     started = standings_of(path)
     assert (started["on_cuda"], started["world_size"]) == (False, 1)
     (path / "race.json").write_text(json.dumps(started | {"on_cuda": True, "world_size": 4}))
@@ -282,9 +283,7 @@ def test_race_says_what_it_trains_and_which_setting_won(tmp_path, store, capsys)
 
 def test_race_of_another_version_is_refused_in_a_sentence(tmp_path, store, capsys):
     """A field too many or too few, and a file that is no JSON."""
-    killed = patch.object(Trainer, "train_step", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        api.train(open_config(store, tmp_path / "run"))
+    killed_at(0, open_config(store, tmp_path / "run"))
     for text in ('{"metric": "mrr", "share": 0.5}', '{"on_cuda": false}', "{"):
         (tmp_path / "run" / "race.json").write_text(text)
         with pytest.raises(ConfigError, match=r"race\.json is not of this version .* delete it"):
@@ -430,9 +429,13 @@ def test_work_counts_scores_and_steps(store):
 
 
 @patch.object(race, "FIELDS", FIELDS)
+@settings(max_examples=200)
 @given(st.data())
 def test_race_follows_its_rules(data):
-    """Random results against the rules in plain words; a race that was killed takes them up."""
+    """Random results against the rules in plain words; a race that was killed takes them up.
+
+    Many are equal, and some settings diverge: ties keep the order of the portfolio.
+    """
     metric = data.draw(st.sampled_from(["mrr", "mr"]))
     queries = 0 if metric == "mr" else data.draw(st.sampled_from([0, 50, 2000]))
     value = st.one_of(st.none(), st.sampled_from([0.3, 0.31]), st.floats(0.01, 0.99))
@@ -513,52 +516,6 @@ def by_the_rules(
     if min(ends) > -math.inf and abs(ends[0] - ends[1]) < noise(results[best][rung]):
         best = next(name for name in left if name != "rote")
     return best, trained
-
-
-@pytest.mark.parametrize(
-    "values, stops",
-    [
-        ([0.3, 0.1, 0.2, 0.25], "softmax_weak_n3"),  # rote rises slowly
-        ([0.1, 0.2, 0.4, 0.3], "softmax_n3"),
-        ([0.2, 0.3, 0.2, 0.2], "kvsall_adam"),  # the last one of equal ones
-        ([0.1, None, 0.2, 0.3], "softmax_n3"),
-        ([0.1, 0.2, None, None], "kvsall_adam"),
-    ],
-)
-def test_worst_setting_stops_unless_it_rises_slowly(values, stops):
-    values = {name: [value] for name, value in zip(PORTFOLIO, values, strict=True)}
-    state = Race("mrr", {}, [0.1, 0.2, 0.4], values=values)
-    stay = [name for name in PORTFOLIO if name != stops]
-    assert state.staying(PORTFOLIO, 0) == stay
-    for name in stay:  # a resumed race knows what came later
-        state.values[name] += [None]
-    assert state.staying(PORTFOLIO, 0) == stay
-
-
-def test_slow_setting_that_still_rises_beats_a_fast_one():
-    """A share of its last gain for each of the four doublings from an eighth to two trainings."""
-    values = {"fast": [0.30, 0.31], "slow": [0.20, 0.29], "falls": [0.32, 0.31]}
-    state = Race("mrr", {}, [0.0625, 0.125], values=values)
-    assert state.projected("slow", 1) == pytest.approx(0.29 + PROJECTED * 4 * 0.09)
-    assert state.projected("falls", 1) == 0.31
-    assert state.order(["fast", "slow", "falls"], 1) == ["slow", "fast", "falls"]
-    state.metric = "mr"
-    assert state.projected("slow", 1) == 0.29
-
-
-def test_last_two_that_valid_cannot_tell_apart_keep_the_order_of_the_portfolio():
-    """Ahead by a standard error, which fewer queries make larger, the later one continues."""
-    values = {"first": [0.50, 0.50], "later": [0.50, 0.51], "worse": [0.47, 0.47]}
-    state = Race("mrr", {}, [1.0, 2.0], values=values)  # no time is left
-    assert state.finalists(["first", "later"], 1) == ["later", "first"]
-    state.queries = 2600  # 0.0098
-    assert state.finalists(["first", "later"], 1) == ["later", "first"]
-    state.queries = 2400  # 0.0102
-    assert state.finalists(["first", "later"], 1) == ["first", "later"]
-    assert state.finalists(["worse", "later"], 1) == ["later", "worse"]
-    assert state.finalists(["first", "worse"], 1) == ["first", "worse"]
-    values["later"][-1] = None
-    assert state.finalists(["later", "first"], 1) == ["first", "later"]
 
 
 def test_projections_within_a_standard_error_are_compared_again():
