@@ -208,7 +208,7 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if VERBS[name].one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
-    given = {}
+    given: dict[str, Any] = {}
     if parser.takes_keys:
         values["settings"] = settings
     elif parser.runs:  # keys of every run that the verb reads
