@@ -69,7 +69,7 @@ def _block_scores(
     scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
 ) -> Callable[[Tensor], Tensor]:
     """Return ``score_block`` as a function of the rows, so that queries are encoded only once."""
-    missing = -len(anchor) % SMALLEST or SMALLEST * (not len(anchor))
+    missing = -len(anchor) % SMALLEST
     query = scorer.encode(_padded(anchor, missing)[None], _padded(relation, missing)[None], side)
 
     def scores(rows: Tensor) -> Tensor:
