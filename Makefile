@@ -1,37 +1,44 @@
 # On a fresh machine with python3, make and git, run `make demo` or `make test`.
 #
-#   make setup VARIANT=gpu     the CUDA packages instead of the CPU ones
+#   make demo TORCH_INDEX=URL  torch from the index of CPU builds that PyTorch's site names
 #   make demo PYTHON=python3.12
+#   make setup VARIANT=gpu     the CUDA packages instead of the CPU ones
 #   make test TESTS="tests/ranking -k ties"
 
 PYTHON ?= python3
 VARIANT ?= cpu
+TORCH_INDEX ?=
 VENV ?= .venv
 TESTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
+TESTED := $(VENV)/.ready-test
 
 .PHONY: help setup demo test slow gpu test-all lint types hooks docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## install into .venv
+setup: $(READY)  ## install the package into .venv
 
 # The order matters. torch goes first, so that no other package chooses its build. On the CPU,
 # torchrec goes without its dependencies, because they name the CUDA build of fbgemm.
 $(VENV)/.ready-cpu: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet torch==2.13.0
-	$(PIP) install --quiet --editable '.[cpu,test]'
+	$(PIP) install --quiet torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install --quiet --editable '.[cpu]'
 	$(PIP) install --quiet --no-deps torchrec==1.8.0
 	touch $@
 
 $(VENV)/.ready-gpu: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --editable '.[gpu,test]'
+	$(PIP) install --quiet --editable '.[gpu]'
+	touch $@
+
+$(TESTED): $(READY)
+	$(PIP) install --quiet --editable '.[test]'
 	touch $@
 
 demo: $(READY)  ## train on the embedded graph of countries, then predict
@@ -42,23 +49,23 @@ demo: $(READY)  ## train on the embedded graph of countries, then predict
 	$(BIN)/kge-torchrec predict runs/demo --head Austria --relation borders --top 10
 
 # One process per core, at most four: each may start four ranks, which need memory.
-test: $(READY)  ## run the tests; TESTS="tests/ranking -k ties" selects some
+test: $(TESTED)  ## run the tests; TESTS="tests/ranking -k ties" selects some
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-slow: $(READY)  ## run tests that start processes, compile or build
+slow: $(TESTED)  ## run tests that start processes, compile or build
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
-gpu: $(READY)  ## run tests that need a CUDA device
+gpu: $(TESTED)  ## run tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 test-all: test slow  ## run test and slow
 
-lint: $(READY) types  ## run ruff, mypy and import-linter, as CI does
+lint: $(TESTED) types  ## run ruff, mypy and import-linter, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
-types: $(READY)  ## run mypy
+types: $(TESTED)  ## run mypy
 	$(BIN)/python -m mypy
 
 hooks: $(VENV)/.ready-dev  ## run lint before every commit
@@ -67,7 +74,7 @@ hooks: $(VENV)/.ready-dev  ## run lint before every commit
 docs: $(VENV)/.ready-dev  ## build the docs in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir site
 
-$(VENV)/.ready-dev: $(READY)
+$(VENV)/.ready-dev: $(TESTED)
 	$(PIP) install --quiet --editable '.[dev]'
 	touch $@
 

@@ -28,7 +28,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Other processes of the tests want the cores; read once, when a test module loads torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-hypothesis.settings.register_profile("few", max_examples=25)  # of tests that name no number
+# Of tests that name no number; without a deadline, as other work slows tests.
+hypothesis.settings.register_profile("few", max_examples=25, deadline=None)
 hypothesis.settings.load_profile("few")
 
 

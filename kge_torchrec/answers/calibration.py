@@ -136,9 +136,7 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
         from sklearn.isotonic import IsotonicRegression
         from sklearn.linear_model import LogisticRegression
     except ImportError:
-        raise KGEError(
-            "calibrating needs scikit-learn: pip install 'kge-torchrec[calibrate]'"
-        ) from None
+        raise KGEError("calibrating needs scikit-learn: pip install -e '.[calibrate]'") from None
     if method == "isotonic":
         steps = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
         steps.fit(scores, labels)

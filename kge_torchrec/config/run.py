@@ -51,7 +51,9 @@ class CheckpointConfig(Section):
 class Trackers:
     """Trackers of a run's metrics."""
 
-    tensorboard: bool = key(True, "Write TensorBoard events.", resume=PER_START)
+    tensorboard: bool = key(
+        False, "Write TensorBoard events beside metrics.jsonl.", resume=PER_START
+    )
     wandb: str | None = key(
         None, "Project of Weights & Biases that gets the metrics too; null: none.", resume=PER_START
     )

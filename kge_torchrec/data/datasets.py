@@ -65,7 +65,7 @@ def open_dataset(source: str, columns: Columns) -> Tables:
     except ImportError as error:
         raise DataError(
             f"{source}: this takes the package {package.split('.')[0]}, which cannot be imported "
-            f"({error}); install it (pip install 'kge-torchrec[{scheme}]')"
+            f"({error}); install it (pip install -e '.[{scheme}]')"
         ) from None
     with _telling(source, package):
         tables = load(library, source, name, columns)

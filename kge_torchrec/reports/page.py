@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.colors import ListedColormap, LogNorm
 
 from kge_torchrec import files
 from kge_torchrec.errors import KGEError
@@ -38,6 +36,12 @@ from kge_torchrec.reports.facts import (
     ranks_by_relation,
 )
 from kge_torchrec.trained_run import Run
+
+try:
+    import matplotlib
+    from matplotlib.colors import ListedColormap, LogNorm
+except ImportError:
+    raise KGEError("report needs matplotlib: pip install -e '.[report]'") from None
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise KGEError(
             f"the server needs FastAPI, uvicorn and a client of Prometheus ({error}); install them "
-            "by `pip install 'kge-torchrec[serve]'`"
+            "by `pip install -e '.[serve]'`"
         ) from error
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("serve runs as one process; start it without torchrun")

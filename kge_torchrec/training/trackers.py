@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raise ConfigError if W&B is named in ``run`` and not installed."""
-    if run.trackers.wandb is not None and find_spec("wandb") is None:
-        raise ConfigError(
-            "run.trackers.wandb needs the package wandb: pip install 'kge-torchrec[wandb]'"
-        )
+    """Raise ConfigError if ``run`` names a tracker whose package is not installed."""
+    chosen = {"tensorboard": run.trackers.tensorboard, "wandb": run.trackers.wandb is not None}
+    for name, wanted in chosen.items():
+        if wanted and find_spec(name) is None:
+            raise ConfigError(
+                f"run.trackers.{name} needs the package {name}: pip install -e '.[{name}]'"
+            )
 
 
 class TensorBoard:

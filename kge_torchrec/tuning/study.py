@@ -60,7 +60,7 @@ try:
 
     from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
 except ModuleNotFoundError:
-    raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'") from None
+    raise ConfigError("tune needs Optuna: pip install -e '.[tune]'") from None
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback

@@ -165,7 +165,7 @@ def test_bad_arguments_and_missing_data_are_rejected(run, monkeypatch):
     with pytest.raises(KGEError, match="needs true and false triples"):
         fit("platt", np.zeros(3), np.ones(3, bool))
     monkeypatch.setitem(__import__("sys").modules, "sklearn.isotonic", None)
-    with pytest.raises(KGEError, match=r"needs scikit-learn: pip install 'kge-torchrec\[calib"):
+    with pytest.raises(KGEError, match=r"needs scikit-learn: pip install -e '.\[calib"):
         run.calibrate()
     assert not (run.path / FILE).exists()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,6 +17,7 @@ from kge_torchrec.answers.queries import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
+from kge_torchrec.errors import KGEError
 from kge_torchrec.reports.facts import (
     Example,
     ReportError,
@@ -51,6 +54,13 @@ class Tags(HTMLParser):
         self.names.append(tag)
         links = [value for key, value in attrs if key in ("src", "href", "xlink:href")]
         self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
+
+
+def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "kge_torchrec.reports.page")
+    with pytest.raises(KGEError, match=r"report needs matplotlib: pip install -e '.\[report\]'"):
+        importlib.import_module("kge_torchrec.reports.page")
 
 
 def test_page_compares_two_runs(runs, capsys):

@@ -125,6 +125,7 @@ def test_tensorboard_keeps_the_values_at_the_step_of_a_resume(store, tmp_path):
 
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="wandb needs the package wandb: pip install"):
-        api.train(config_of(store, tmp_path / "run", run__trackers__wandb="any"))
+    for name, value in (("wandb", "any"), ("tensorboard", True)):
+        with pytest.raises(ConfigError, match=rf"{name} needs .* pip install -e '.\[{name}\]'"):
+            api.train(config_of(store, tmp_path / "run", **{f"run__trackers__{name}": value}))
     assert not (tmp_path / "run" / "config.yaml").exists()

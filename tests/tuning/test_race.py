@@ -560,5 +560,5 @@ def test_a_race_needs_no_optuna(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("kge_torchrec.tuning.")]:
         monkeypatch.delitem(sys.modules, name)
     importlib.import_module("kge_torchrec.tuning.race")
-    with pytest.raises(ConfigError, match=r"tune needs Optuna: pip install 'kge-torchrec\[tune\]'"):
+    with pytest.raises(ConfigError, match=r"tune needs Optuna: pip install -e '.\[tune\]'"):
         importlib.import_module("kge_torchrec.tuning.study")

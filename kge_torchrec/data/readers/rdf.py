@@ -201,7 +201,7 @@ def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator
     except ImportError:
         raise DataError(
             f"{path}: reading {suffix_of(path)} takes the package pyoxigraph; install "
-            "it (pip install 'kge-torchrec[rdf]'), or convert the file to N-Triples"
+            "it (pip install -e '.[rdf]'), or convert the file to N-Triples"
         ) from None
     form = getattr(pyoxigraph.RdfFormat, FORMATS[suffix_of(path)])
     label, count = _Labels(pyoxigraph, path.name), 0
