@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.worlds import RankFailed, run_world
 from kge_torchrec.environment import cores, installed
+from kge_torchrec.tables import aligned
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -420,21 +420,8 @@ def text(content: dict[str, Any]) -> str:
         "a step, part by part, ms": split,
         "traffic per step and rank, to other ranks; integers are ids and their counts": traffic,
     }
-    said = [f"{title}\n{_table(rows)}" for title, rows in tables.items() if len(rows) > 1]
+    said = ["\n".join([title, *aligned(rows)]) for title, rows in tables.items() if len(rows) > 1]
     if (failure := content["failure"]) is not None:
         rank = "" if failure["rank"] is None else f"rank {failure['rank']} "
         said.append(f"incomplete: {failure['where']}: {rank}{failure['reason']}")
     return "\n\n".join(said)
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Return rows, the first of which is the header, with words left and numbers right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = re.compile(r"[\d.,e+-]+").fullmatch
-    numeric = [all(map(is_number, column)) for column in zip(*rows[1:], strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, numeric, strict=True)
-        padded = (cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells)
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])

@@ -40,6 +40,7 @@ from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.tables import aligned
 from kge_torchrec.trained_model import TrainedModel
 
 Found = TypeVar("Found")
@@ -53,8 +54,6 @@ QUERIES = 512  # queries per search
 SUGGESTIONS = 20  # unknown labels per file that get close matches, since matching is slow
 FORMATS = ("table", "tsv", "json", "parquet")
 ROWS = 1 << 16  # rows converted to text at once
-SHORTEST = 8  # the smallest width of a label column, in characters
-ELLIPSIS = "\u2026"
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
@@ -408,30 +407,17 @@ def written(
 
 
 def _lines(rows: pa.Table, format: str, with_header: bool, width: int | None) -> list[str]:
-    """Return rows as text; labels of a table are cut to ``width`` characters, the widest first."""
+    """Return rows as text; labels of a table are cut to ``width`` characters."""
     if format == "json":
         return [json.dumps(row, ensure_ascii=False) for row in rows.to_pylist()]
     number: Callable[[float], str] = repr if format == "tsv" else "{:.4f}".format
     names = rows.column_names
     columns = [_texts(column, number) for column in rows.columns]
-    cells = [names] * with_header + [*zip(*columns, strict=True)]
     if format == "tsv":
-        return ["\t".join(row) for row in cells]
-    widths = [max(map(len, [name, *column])) for name, column in zip(names, columns, strict=True)]
-    is_text = [not (pa.types.is_integer(x) or pa.types.is_floating(x)) for x in rows.schema.types]
-    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
-        longest = max((w, i) for i, w in enumerate(widths) if is_text[i])[1]
-        if widths[longest] <= SHORTEST:
-            break
-        widths[longest] -= 1
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(
-            f"{x if len(x) <= w else x[: w - 1] + ELLIPSIS:<{w}}" if text else f"{x:>{w}}"
-            for x, w, text in zip(row, widths, is_text, strict=True)
-        ).rstrip()
-
-    return [line(row) for row in cells]
+        return ["\t".join(row) for row in [names, *zip(*columns, strict=True)][not with_header :]]
+    is_number = [pa.types.is_integer(x) or pa.types.is_floating(x) for x in rows.schema.types]
+    # A later batch has the widths of the columns' names too.
+    return aligned([names, *zip(*columns, strict=True)], is_number, width)[not with_header :]
 
 
 def _texts(column: pa.ChunkedArray, number: Callable[[float], str]) -> list[str]:

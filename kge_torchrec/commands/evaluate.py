@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
-from kge_torchrec.commands.output import Cell, Format, results_table, rows_table, selection
+from kge_torchrec.commands.output import MEAN_RANK, results_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced, loading_torch
+from kge_torchrec.tables import Cell, Format, table
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
@@ -155,7 +156,7 @@ def _evaluate_seeds(
         for name, sides in spreads.items()
         for side, row in sides.items()
     ]
-    print(rows_table(rows, format))
+    print(table(rows, format, MEAN_RANK))
     if format != "table":
         return 0
     for name, test in tests.items():
@@ -164,11 +165,9 @@ def _evaluate_seeds(
             f"\npaired t-test of {name} against {first}, both sides, "
             f"seeds {', '.join(map(str, shared))}"
         )
-        for metric, found in test.items():
-            ending = "equal differences: no test"
-            if found["p"] is not None:
-                ending = f"t {found['t']:+.2f}, p {found['p']:.4f}"
-            print(f"  {metric:<8} {found['difference']:+.4f}  {ending}")
+        shown = {"difference": "+.4f", "t": "+.2f"}
+        tested: list[dict[str, Cell]] = [{"metric": metric, **x} for metric, x in test.items()]
+        print(table(tested, shown=shown))
     return 0
 
 

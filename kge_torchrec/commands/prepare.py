@@ -87,11 +87,11 @@ def data(
         threads: number of CPU threads that read (default: all cores, at most 4 for a file)
     """
     _limit_threads(threads)
-    from kge_torchrec.reports.data_check import check_data, table
+    from kge_torchrec.reports.data_check import check_data, text
 
     source = data[0] if len(data) == 1 else data
     stats = check_data(source, output, threshold, _data(settings), seed=seed)
-    print(json.dumps(stats) if format == "json" else table(stats))
+    print(json.dumps(stats) if format == "json" else text(stats))
     return 0
 
 

@@ -16,11 +16,12 @@ from kge_torchrec.commands import (
     follow_log,
     is_first_rank,
 )
+from kge_torchrec.commands.output import MEAN_RANK, results_table, selection
 from kge_torchrec.commands.output import SIDES as RANKED
-from kge_torchrec.commands.output import Cell, results_table, rows_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
+from kge_torchrec.tables import Cell, table
 
 if TYPE_CHECKING:
     from kge_torchrec.seeds import SeedRuns
@@ -103,7 +104,7 @@ def _report_seeds(runs: SeedRuns) -> int:
         stats = spread({seed: x["test"] for seed, x in results.items()})
         rows: list[dict[str, Cell]] = [{"side": side, **row} for side, row in stats.items()]
         title = f"test, mean and standard deviation of {len(results)} seeds"
-        print(f"\n{title}\n{rows_table(rows)}\n\nrun folders: {runs.path}/seed-*")
+        print(f"\n{title}\n{table(rows, shown=MEAN_RANK)}\n\nrun folders: {runs.path}/seed-*")
     return 0
 
 

@@ -19,6 +19,7 @@ from kge_torchrec.planning.memory import TABLE_PARTS
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import find_sizes
 from kge_torchrec.planning.step import seconds_of_types
+from kge_torchrec.tables import aligned
 from kge_torchrec.training.run_data import check_start
 
 Rows = list[list[str]]
@@ -86,10 +87,10 @@ def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Return the plan as text: memory, traffic, time, and what makes it fit."""
     blocks: list[Iterable[str]] = [
         _head(plan),
-        [table(_memory(plan))],
-        [table(_types(plan))] if len(plan.types) > 1 else [],
+        aligned(_memory(plan)),
+        aligned(_types(plan)) if len(plan.types) > 1 else [],
         [*_limits(plan), *_disk(plan)],
-        [table(_traffic(plan))] if plan.cluster.world_size > 1 else ["one device sends nothing"],
+        aligned(_traffic(plan)) if plan.cluster.world_size > 1 else ["one device sends nothing"],
         _lookups(plan),
         _times(plan),
     ]
@@ -243,8 +244,8 @@ def _times(plan: Plan) -> Iterator[str]:
     )
     yield f"  {_BOUNDS[plan.bound]}"
     shares = percentages(plan.decisive)
-    for part, time in sorted(plan.decisive.items(), key=lambda item: -item[1]):
-        yield f"  {part:<22} {seconds(time):>9}  {shares[part]:3d}%"
+    times = sorted(plan.decisive.items(), key=lambda item: -item[1])
+    yield from aligned([[f"  {part}", seconds(time), f"{shares[part]}%"] for part, time in times])
     hidden = [f"{part} {seconds(time)}" for part, time in plan.seconds.items()
               if part not in plan.decisive]  # fmt: skip
     if hidden:
@@ -353,7 +354,7 @@ def side_by_side(plans: Sequence[Plan]) -> str:
         )
     if not plans[0].is_cuda:
         rows = [[*row[:2], *row[3:]] for row in rows]
-    return f"{table(rows)}\n\n{WHY_ROWS}"
+    return "\n".join([*aligned(rows), "", WHY_ROWS])
 
 
 def seconds(value: float) -> str:
@@ -362,16 +363,6 @@ def seconds(value: float) -> str:
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value * 1e6:.3g} us"
-
-
-def table(rows: Rows) -> str:
-    """Return columns of equal width: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
 
 
 def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:

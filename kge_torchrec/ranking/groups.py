@@ -20,8 +20,8 @@ from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import relations_of
 from kge_torchrec.models.scorers.base import SIDES, Side
-from kge_torchrec.pages import short_label
 from kge_torchrec.ranking.ranks import HITS, KINDS, Ranks, metrics, ranked_among
+from kge_torchrec.tables import cut, table
 
 THRESHOLD = 1.5  # mean entities from which a side is "N" (Bordes et al. 2013)
 CATEGORIES = ("1-1", "1-N", "N-1", "N-N")
@@ -189,28 +189,24 @@ def groups_table(name: str, results: dict[str, Any]) -> str:
     """Return a table of the realistic metrics of head and tail prediction, one line per group.
 
     For recommendations it has the metrics of the longest lists. The table fits the terminal, or 80
-    columns without one. Long labels are cut at the start.
+    columns without one.
 
     Args:
         name: The name of the grouping.
         results: The result of ``grouped`` or ``grouped_recommendations``.
     """
     shown, columns = results["groups"][:LINES], _columns(results)
-    widest = max([len(group["group"]) for group in shown] + [len(name)])
-    room = shutil.get_terminal_size().columns - 9 * len(columns)
-    width = min(widest, max(room, 12), _WIDEST)
-    sides = [side for side, _ in columns]
-    titles = [column.replace("hits@", "H@").replace("mrr", "MRR") for _, column in columns]
+    rows = [
+        {
+            name: cut(group["group"], _WIDEST),
+            **{f"{side}\n{column}": _cell(group, side, column) for side, column in columns},
+        }
+        for group in shown
+    ]
     lines = [
         f"by {name}: {results['about']}; {ranked_among(results['total'])}",
-        " " * width + "".join(f"{side:>9}" for side in sides),
-        f"{name:<{width}}" + "".join(f"{title:>9}" for title in titles),
-        "-" * (width + 9 * len(columns)),
+        table(rows, width=shutil.get_terminal_size().columns),
     ]
-    for group in shown:
-        cells = [_cell(group, *column) for column in columns]
-        label = short_label(group["group"], width)
-        lines.append(f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     if len(results["groups"]) > LINES:
         lines.append(f"and {len(results['groups']) - LINES:,} more groups, in the file")
     return "\n".join(lines)
@@ -224,12 +220,12 @@ def _columns(results: dict[str, Any]) -> list[tuple[str, str]]:
     return [("", "answers"), *((f"@{longest}", name) for name in _OF_LISTS)]
 
 
-def _cell(group: dict[str, Any], side: str, column: str) -> str:
+def _cell(group: dict[str, Any], side: str, column: str) -> float | None:
     lists = group.get("recommendation")
     if lists is not None:
-        value = lists.get(f"{column}{side}")
+        value: float | None = lists.get(f"{column}{side}")
     elif column == "queries":
         value = group[side]["queries"]
     else:
         value = group[side].get("realistic", {}).get(column)
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    return value

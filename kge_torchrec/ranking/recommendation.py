@@ -37,6 +37,7 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.groups import Grouping
 from kge_torchrec.ranking.ranks import ranked_among
 from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, by_query, columns, compare
+from kge_torchrec.tables import table
 
 _COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")
 
@@ -220,14 +221,9 @@ def grouped_recommendations(
 
 
 def recommendation_table(results: dict[str, Any]) -> str:
-    """Return the metrics as a fixed-width text table, one line per k, and the AUC."""
+    """Return the metrics as a table, one line per k, and the AUC."""
     stats = results["recommendation"]
     cutoffs = [name.partition("@")[2] for name in stats if name.startswith("recall@")]
-    lines = [
-        f"{ranked_among(results)}: {stats['users']:,} users with {stats['answers']:,} answers",
-        f"{'k':>5}" + "".join(f"{name:>11}" for name in _COLUMNS),
-        "-" * (5 + 11 * len(_COLUMNS)),
-    ]
-    for k in cutoffs:
-        lines.append(f"{k:>5}" + "".join(f"{stats[f'{name}@{k}']:>11.4f}" for name in _COLUMNS))
-    return "\n".join([*lines, f"AUC {stats['auc']:.4f}"])
+    users = f"{stats['users']:,} users with {stats['answers']:,} answers"
+    rows = [{"k": int(k), **{name: stats[f"{name}@{k}"] for name in _COLUMNS}} for k in cutoffs]
+    return f"{ranked_among(results)}: {users}\n{table(rows)}\nAUC {stats['auc']:.4f}"

@@ -23,10 +23,11 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.tables import Cell, aligned, table
 
 MAX_LINES = 10  # relations of a kind in the text
 LEAKS = {
-    "redundant": "leaks by inverse, duplicate or symmetry",
+    "redundant": "by inverse, duplicate or symmetry",
     "linked": "entities linked in train, same direction",
     "linked_reversed": "entities linked in train, other direction",
 }
@@ -96,23 +97,28 @@ def _opened(path: Sources, data: DataConfig, seed: int) -> Iterator[TripleStore]
         yield prepare(path, Path(folder) / "store", data, seed=seed, log_notes=False)
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return the results of ``check_data`` as text."""
+def text(results: dict[str, Any]) -> str:
+    """Return the results of ``check_data`` for a terminal."""
     lines = [
         f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
         + ", ".join(f"{split} {count:,}" for split, count in results["triples"].items()),
         *(f"note: {note}" for note in results["notes"]),
     ]
-    for split, leaks in results["leaks"].items():
-        for kind, what in LEAKS.items():
-            value = f"{leaks[kind]:,} ({leaks[f'{kind}_share']:.1%})"
-            lines.append(f"{f'{split}: {what}':<49} {value}")
+    leaks: list[dict[str, Cell]] = [
+        {"split": split, "leak": what, "triples": own[kind], "share": own[f"{kind}_share"]}
+        for split, own in results["leaks"].items()
+        for kind, what in LEAKS.items()
+    ]
+    if leaks:
+        lines.append(table(leaks, shown={"share": ".1%"}))
     for kind, overlaps in results["overlaps"].items():
         share = f"at least {results['threshold']:g} of the triples of either"
         lines.append(f"{kind} ({share}): {len(overlaps):,}")
-        for one in overlaps[:MAX_LINES]:
-            shares = f"{one['share_of_first']:.1%} / {one['share_of_second']:.1%}"
-            lines.append(f"  {one['first']}  {one['second']}: {shares}")
+        pairs = [
+            [f"  {x['first']}", x["second"], f"{x['share_of_first']:.1%}",
+             f"{x['share_of_second']:.1%}"] for x in overlaps[:MAX_LINES]
+        ]  # fmt: skip
+        lines += aligned(pairs, [False, False, True, True])
         if len(overlaps) > MAX_LINES:
             lines.append(f"  and {len(overlaps) - MAX_LINES:,} more, in the JSON")
     return "\n".join(lines)
