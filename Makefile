@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 TESTED := $(VENV)/.ready-test
 
-.PHONY: help setup demo test slow gpu test-all lint types hooks docs clean
+.PHONY: help setup demo smoke test slow gpu test-all lint types hooks docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,14 @@ demo: $(READY)  ## train on the embedded graph of countries, then predict
 	@echo
 	@echo "Which countries border Austria?"
 	$(BIN)/kge-torchrec predict runs/demo --head Austria --relation borders --top 10
+
+smoke: $(READY)  ## in under a minute: train on two ranks, resume, evaluate, predict, export
+	rm -rf runs/smoke runs/smoke-export
+	$(BIN)/torchrun --nproc-per-node 2 -m kge_torchrec train demo --run.dir runs/smoke --train.epochs 2
+	$(BIN)/kge-torchrec train --resume runs/smoke --train.epochs 3
+	$(BIN)/kge-torchrec evaluate runs/smoke --by relation
+	$(BIN)/kge-torchrec export runs/smoke --output runs/smoke-export
+	$(BIN)/kge-torchrec predict runs/smoke-export --head Austria --relation borders
 
 # One process per core, at most four: each may start four ranks, which need memory.
 test: $(TESTED)  ## run the tests; TESTS="tests/ranking -k ties" selects some

@@ -16,6 +16,8 @@ Sections (default: all):
                with both engines
     scale, ranking, ingest   the scripts bench_scale.py, bench_ranking.py, bench_prepare.py
     start-up   seconds of whole commands
+    whole      with --with-peers: minutes and test MRR of ten epochs of ComplEx, kvsall, bce,
+               batches of 512, 256 numbers per entity, reciprocal relations, here and in PyKEEN
 
 Both sides run in separate processes, alternating, with the same settings of allocator and OpenMP.
 A figure is the median over processes of their medians. If the processes of a side differ by more
@@ -56,7 +58,7 @@ SCORERS = {"complex": "ComplEx", "distmult": "DistMult", "transe_l1": "TransE", 
 SAMPLED = {"shared-1024": (1024, 0, 100), "shared-4096": (4096, 0, 30), "per-triple": (1024, 1, 10)}
 # Scorers measured against all entities. In bfloat16 only products are faster.
 FULL = {"1vsall": tuple(SCORERS), "kvsall": tuple(SCORERS), "1vsall-bf16": ("complex", "distmult")}
-SECTIONS = ("training", "ranks", "scale", "ranking", "ingest", "start-up")
+SECTIONS = ("training", "ranks", "scale", "ranking", "ingest", "start-up", "whole")
 
 
 @dataclass
@@ -353,6 +355,37 @@ def start_up(options: argparse.Namespace) -> list[Figure]:
     return [_said(Figure(name, "s", values)) for name, values in seconds.items()]
 
 
+def whole(options: argparse.Namespace) -> list[Figure]:
+    """Train one model in PyKEEN and here, fp32 and as shipped; say minutes and test MRR."""
+    if not options.with_peers or not _has(options.with_peers, "pykeen"):
+        return []
+    figures = []
+    sides = {"pykeen": [], "ours, fp32": ["--train.precision=fp32"], "ours": []}
+    for name, changes in sides.items():
+        with tempfile.TemporaryDirectory() as folder:
+            if name == "pykeen":
+                command = [options.with_peers, str(PEERS / "peer_pykeen.py"), str(options.data)]
+                command += ["ComplEx", "--work", "whole", "--epochs", str(options.epochs)]
+                homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
+                words = _run(command, os.environ | KEEP | homes).split()
+                minutes, mrr = float(words[1]), float(words[-1])
+            else:
+                keys = settings(options.data, "complex", "kvsall", f"{folder}/run")
+                keys = [key for key in keys if not key.startswith("--train.precision")]
+                keys += [
+                    "--model.reciprocal=true",
+                    "--negatives.sides=both",
+                    "--evaluation.every=0",
+                ]
+                keys += [f"--train.epochs={options.epochs}", *changes]
+                _run([sys.executable, "-m", "kge_torchrec", "train", *keys], dict(os.environ))
+                results = json.loads(Path(folder, "run", "results.json").read_text())
+                minutes = results["train"]["seconds"] / 60
+                mrr = results["test"]["both"]["realistic"]["mrr"]
+        figures.append(_said(Figure(f"{name}: test mrr {mrr:.4f} in", "minutes", [minutes])))
+    return figures
+
+
 def _run(command: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -387,11 +420,12 @@ def main() -> None:
     parser.add_argument(
         "--with-peers", metavar="PYTHON", help="a Python with PyKEEN, PyG or PyTorch-BigGraph"
     )
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of the section whole")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    if options.data is None and {"training", "ranks", "ranking"} & {
+    if options.data is None and {"training", "ranks", "ranking", "whole"} & {
         *(options.sections or SECTIONS)
     }:
         parser.error("give --data, a folder with train.txt, valid.txt and test.txt of FB15k-237")
@@ -405,6 +439,7 @@ def main() -> None:
         "ranking": lambda: _script("bench_ranking.py", options.data, "--repeats", options.repeats),
         "ingest": lambda: _script("bench_prepare.py", "--repeats", options.repeats),
         "start-up": lambda: start_up(options),
+        "whole": lambda: whole(options),
     }  # fmt: skip
     figures: list[Figure] = []
     for section in options.sections or SECTIONS:
