@@ -54,8 +54,8 @@ _NO_DATA = "an export does not contain the data for {}; name the run that it was
 class Probabilities(Protocol):
     """A calibration, which turns scores into probabilities."""
 
-    def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
-        """Return the probabilities (M,) of scores (M,); ``missing`` is the missing part."""
+    def probabilities(self, scores: np.ndarray, missing: str, relations: np.ndarray) -> np.ndarray:
+        """Return the probabilities (M,) of scores (M,), see ``TrainedModel.probabilities``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -126,16 +126,19 @@ class TrainedModel:
         rows = self.shard.fetch(ids.flatten().to(self.shard.device))
         return rows.view(*ids.shape, self.shard.dim)
 
-    def probabilities(self, scores: np.ndarray, missing: str) -> list[float | None]:
+    def probabilities(
+        self, scores: np.ndarray, missing: str, relations: np.ndarray
+    ) -> list[float | None]:
         """Return the probabilities (M,) of answers; each is None without a calibration.
 
         Args:
             scores: (M,).
             missing: The part that the queries miss: "head", "relation" or "tail".
+            relations: (M,) ids of the relations of the answered triples.
         """
         if self.calibration is None:
             return [None] * len(scores)
-        return self.calibration.probabilities(scores, missing).tolist()
+        return self.calibration.probabilities(scores, missing, relations).tolist()
 
     def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
         """Return a progress bar on rank 0's terminal, shown after one second."""

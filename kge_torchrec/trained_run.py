@@ -303,7 +303,8 @@ class Run(Answering):
         """Fit probabilities to the scores on valid, and save them in calibration.json.
 
         Later predictions have a probability: the share of true answers among the answers that
-        ``predict`` lists with this score.
+        ``predict`` lists with this score. A relation with many queries in valid has its own curve
+        if that predicts better.
 
         Args:
             top: The number of answers that ``predict`` lists.
@@ -311,8 +312,8 @@ class Run(Answering):
             seed: The seed of the samples.
 
         Returns:
-            The calibration.  Its ``about`` has the expected calibration error over the listed
-            answers to the test queries, before and after.
+            The calibration.  Its ``about`` has the errors over the listed answers to the queries of
+            test, which no curve was fitted to, in all and by relation.
 
         Raises:
             KGEError: scikit-learn is not installed.

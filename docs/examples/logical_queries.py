@@ -101,7 +101,9 @@ class LogicalQueries:
         if self.model.calibration is None:
             chances = (scores.double().softmax(0) * max(1, len(certain))).clamp_max(1)
         else:
-            chances = torch.tensor(self.model.calibration.probabilities(scores.numpy(), side))
+            own = relations.expand(len(scores)).numpy()
+            found = self.model.calibration.probabilities(scores.numpy(), side, own)
+            chances = torch.tensor(found)
         chances[certain] = 1
         return chances
 

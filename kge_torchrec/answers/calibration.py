@@ -1,12 +1,17 @@
 """Calibration: curves that turn scores into probabilities, fitted to valid and measured on test.
 
-    Platt     Platt 1999                p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``)))
     isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
                                         with linear interpolation
+    Platt     Platt 1999                p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``)))
 
 A probability of p means: of the answers that ``predict`` lists with this score, the share p is
 true. A query is a triple of a held-out split without its head, relation or tail. A listed answer is
 true if the split holds the completed triple; answers that other splits hold are not listed.
+
+Each missing part has a common curve. A relation with ``OWN_FROM`` queries or more has a curve of
+its own where the log loss of that curve is lower than that of the common one by more than a
+standard error. Both are measured on queries of valid that they were not fitted to
+(cross-validation with ``FOLDS`` folds).
 
 Shapes: M listed answers, B queries per batch, k answers per query.
 """
@@ -14,10 +19,10 @@ Shapes: M listed answers, B queries per batch, k answers per query.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +36,13 @@ from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_model import TrainedModel
 
-Method = Literal["platt", "isotonic"]
 FILE = "calibration.json"
 BOTH = "both"  # key of the common curve, used if head and tail query give the same score
 TIE = 1e-6  # largest difference of probabilities inside one step of an isotonic curve
 BINS = 15  # bins of the expected calibration error, the default of Guo et al. 2017
-STEPS_FROM = 1000  # answers per curve from which the curves are isotonic
+STEPS_FROM = 1000  # answers from which a curve is isotonic; a sigmoid needs fewer
+OWN_FROM = 50  # queries from which a relation may have a curve of its own
+FOLDS = 3  # of the queries of valid, to choose curves
 QUERIES = 512  # queries per batch
 RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
 
@@ -54,14 +60,17 @@ class Curve:
         """Return the probabilities (M,) float64 of scores (M,); NaN counts as -inf.
 
         A larger score has a larger probability, by up to ``TIE`` inside an isotonic step, so
-        answers keep their order.
+        answers keep their order. Scores beyond those of the fit have steps, too.
         """
         scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
                                neginf=-np.inf)  # fmt: skip
         if self.scores:
             steps = np.interp(scores, self.scores, self.probabilities)
             centre, spread = np.median(self.scores), np.std(self.scores) or 1.0
-            return (1 - TIE) * steps + TIE * sigmoid((scores - centre) / spread)
+            with np.errstate(invalid="ignore"):  # infinity by infinity
+                away = np.abs(scores - centre) / spread
+                inside = np.nan_to_num(away / (1 + away), nan=1.0)
+            return (1 - TIE) * steps + TIE * (1 + np.sign(scores - centre) * inside) / 2
         with np.errstate(invalid="ignore"):  # 0 times infinity
             return sigmoid(np.nan_to_num(self.slope * scores + self.intercept, posinf=np.inf,
                                          neginf=-np.inf))  # fmt: skip
@@ -72,25 +81,30 @@ class Calibration:
     """The curves of a run.
 
     Attributes:
-        method: "platt" or "isotonic".
         curves: One curve per missing part ("head", "relation", "tail"). ``BOTH`` replaces
             head and tail if a triple has one score.
+        own: Curves of relations, by missing part and id.
         step: The training steps of the calibrated checkpoint.
         data: The fingerprint of the triples.
         about: Options and errors of the calibration, for display.
     """
 
-    method: str
     curves: Mapping[str, Curve]
+    own: Mapping[str, Mapping[int, Curve]]
     step: int
     data: str
     about: Mapping[str, Any]
 
-    def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
+    def probabilities(self, scores: np.ndarray, missing: str, relations: np.ndarray) -> np.ndarray:
         """Return the probabilities (M,) of the scores (M,) of answers; see ``TrainedModel``."""
         keys = (missing, "tail", BOTH)  # relations have no curve if all answers have one label
-        curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
-        return curve.at(scores)
+        part = next((key for key in keys if key in self.curves), "")
+        found = self.curves.get(part, Curve()).at(scores)
+        # The answers to a query that misses the relation have several, so one curve orders them.
+        for relation, curve in self.own.get(part, {}).items() if missing != "relation" else ():
+            chosen = relations == relation
+            found[chosen] = curve.at(scores[chosen])
+        return found
 
     def is_of(self, step: int, data: str) -> bool:
         """Return whether this calibrates the checkpoint at ``step`` on ``data``."""
@@ -111,7 +125,11 @@ class Calibration:
         try:
             values = json.loads(file.read_text("utf-8"))
             curves = {part: Curve(**curve) for part, curve in values.pop("curves").items()}
-            return cls(curves=curves, **values)
+            own = {
+                part: {int(relation): Curve(**curve) for relation, curve in of_part.items()}
+                for part, of_part in values.pop("own").items()
+            }
+            return cls(curves=curves, own=own, **values)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -121,13 +139,16 @@ class Calibration:
             ) from error
 
 
-def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
+def fit(scores: np.ndarray, labels: np.ndarray) -> Curve:
     """Fit a curve to scores (M,) with labels (M,) bool, True for true triples.
+
+    It is isotonic from ``STEPS_FROM`` answers on, and never certain: a step is at least 1 / 2M away
+    from 0 and 1.
 
     Raises:
         KGEError: scikit-learn is not installed, or all labels are the same.
     """
-    if labels.all() or not labels.any():
+    if not is_mixed(labels):
         raise KGEError(
             "a calibration needs true and false triples, and there is only one kind; train longer, "
             "or calibrate more answers of each query (top)"
@@ -137,8 +158,9 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
         from sklearn.linear_model import LogisticRegression
     except ImportError:
         raise KGEError("calibrating needs scikit-learn: pip install -e '.[calibrate]'") from None
-    if method == "isotonic":
-        steps = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
+    if len(labels) >= STEPS_FROM:
+        least = 0.5 / len(labels)
+        steps = IsotonicRegression(y_min=least, y_max=1 - least, out_of_bounds="clip")
         steps.fit(scores, labels)
         return Curve(scores=tuple(steps.X_thresholds_.tolist()),
                      probabilities=tuple(steps.y_thresholds_.tolist()))  # fmt: skip
@@ -146,7 +168,15 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
     centre, spread = float(scores.mean()), float(scores.std()) or 1.0
     line = LogisticRegression(C=1e6).fit((scores[:, None] - centre) / spread, labels)
     slope = float(line.coef_[0, 0]) / spread
+    if slope < 0:  # false answers score higher: the score says nothing, and the order is kept
+        share = float(labels.mean())
+        return Curve(intercept=float(np.log(share / (1 - share))))
     return Curve(slope=slope, intercept=float(line.intercept_[0]) - slope * centre)
+
+
+def is_mixed(labels: np.ndarray) -> bool:
+    """Return whether labels (M,) are of both kinds."""
+    return bool(labels.any() and not labels.all())
 
 
 def errors(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -154,7 +184,8 @@ def errors(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
     The expected calibration error is the mean over ``BINS`` bins of equal width, weighted by their
     answers, of |mean probability - share of true answers| (Guo et al. 2017). The Brier score is the
-    mean squared difference of probabilities and labels (Brier 1950).
+    mean squared difference of probabilities and labels (Brier 1950). The log loss is the mean of
+    -log of the probability of the label.
     """
     bins = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, probabilities - labels, BINS)
@@ -162,7 +193,13 @@ def errors(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "mean_probability": float(probabilities.mean()),
         "expected_calibration_error": float(np.abs(gaps).sum() / len(labels)),
         "brier_score": float(((probabilities - labels) ** 2).mean()),
+        "log_loss": float(log_losses(probabilities, labels).mean()),
     }
+
+
+def log_losses(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return -log of the probability of each label (M,); a probability is 1e-15 or more."""
+    return -np.log(np.where(labels, probabilities, 1 - probabilities).clip(1e-15))
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -174,8 +211,8 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -> Calibration:
     """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
-    ``about`` of the result has the errors on test before and after the calibration. The
-    probability before is the sigmoid of the score.
+    ``about`` of the result has the errors on test: of all answers and by relation, with the sigmoid
+    of the score, the common curves and the chosen ones.
     """
     for name, value, least in (("top", top, 1), ("limit", limit, 1), ("seed", seed, 0)):
         at_least(name, value, least)
@@ -186,47 +223,110 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -
     valid: dict[str, Listed] = {
         part: listed(model, "valid", part, top, limit, 2 * seed) for part in PARTS
     }
-    queries = sum(answers.queries for answers in valid.values())
     if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
-        heads, tails = valid.pop("head"), valid.pop("tail")
-        scores, labels = (np.concatenate(pair) for pair in zip(heads[1:], tails[1:], strict=True))
-        valid = {BOTH: Listed(heads.queries + tails.queries, scores, labels), **valid}
+        valid = {BOTH: Listed.merged([valid.pop("head"), valid.pop("tail")]), **valid}
 
     @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
-        fewest = min(len(answers.labels) for answers in valid.values())
-        method: Method = "isotonic" if fewest >= STEPS_FROM else "platt"
-        curves = {
-            part: fit(method, scores, labels)
-            for part, (_, scores, labels) in valid.items()
-            if part != "relation" or (labels.any() and not labels.all())
-        }
+        curves, own = {}, {}
+        for part, answers in valid.items():
+            if part != "relation":
+                curves[part], own[part] = fit_by_relation(answers, seed)
+            elif is_mixed(answers.labels):
+                curves[part] = fit(answers.scores, answers.labels)
         about: dict[str, Any] = {
-            "method": method, "top": top, "limit": limit, "seed": seed, "valid_queries": queries
+            "top": top, "limit": limit, "seed": seed,
+            "valid_queries": sum(len(np.unique(x.queries)) for x in valid.values()),
         }  # fmt: skip
-        made = Calibration(method, curves, step, store.fingerprint, about)
-        if test:
-            labels = np.concatenate([answers.labels for answers in test.values()])
-            raw = [sigmoid(answers.scores.astype(np.float64)) for answers in test.values()]
-            own = [made.probabilities(answers.scores, part) for part, answers in test.items()]
-            before, after = (errors(np.concatenate(values), labels) for values in (raw, own))
-            about["test"] = {
-                "queries": sum(answers.queries for answers in test.values()),
-                "candidates": len(labels),
-                "true": float(labels.mean()),
-                **{name: {"before": before[name], "after": after[name]} for name in before},
-            }
+        made = Calibration(curves, own, step, store.fingerprint, about)
+        about.update(_errors_on(test, made, model) if test else {})
         return made
 
     return on_first_rank(model.processes, fitted)
 
 
+def fit_by_relation(answers: Listed, seed: int) -> tuple[Curve, dict[int, Curve]]:
+    """Return the common curve of answers, and the curves of relations that predict better."""
+    queries, scores, labels, relations = answers
+    common = fit(scores, labels)
+    numbers, first, place = np.unique(queries, return_index=True, return_inverse=True)
+    kinds, counts = np.unique(relations[first], return_counts=True)
+    folds = (np.random.default_rng(seed).permutation(len(numbers)) % FOLDS)[place]
+    chosen = {}
+    bases = [
+        fit(scores[folds != i], labels[folds != i]).at(scores)
+        if is_mixed(labels[folds != i]) else common.at(scores)
+        for i in range(FOLDS)
+    ]  # fmt: skip
+    for relation in kinds[counts >= OWN_FROM].tolist():
+        mine = relations == relation
+        gains = []
+        for fold, base in enumerate(bases):
+            fitted, held = mine & (folds != fold), mine & (folds == fold)
+            if is_mixed(labels[fitted]):
+                own = fit(scores[fitted], labels[fitted]).at(scores[held])
+                gains.append(log_losses(base[held], labels[held]) - log_losses(own, labels[held]))
+        gain = np.concatenate(gains or [np.zeros(1)])
+        if len(gains) == FOLDS and gain.sum() > np.sqrt((gain**2).sum()):
+            chosen[relation] = fit(scores[mine], labels[mine])
+    return common, chosen
+
+
+def _errors_on(
+    test: Mapping[str, Listed], made: Calibration, model: TrainedModel
+) -> dict[str, Any]:
+    """Return the errors on the answers to the queries of test, "test", and those by relation."""
+    common = replace(made, own={})
+    found: dict[str, dict[str, np.ndarray]] = {"sigmoid": {}, "common": {}, "calibrated": {}}
+    for part, (_, scores, _, of_answers) in test.items():
+        found["sigmoid"][part] = sigmoid(scores.astype(np.float64))
+        for name, curves in (("common", common), ("calibrated", made)):
+            found[name][part] = curves.probabilities(scores, part, of_answers)
+
+    joined = Listed.merged([test[part] for part in PARTS])
+    values = {name: np.concatenate([x[part] for part in PARTS]) for name, x in found.items()}
+    is_side = np.repeat(
+        [part != "relation" for part in PARTS], [len(test[x].labels) for x in PARTS]
+    )
+
+    def measured(chosen: np.ndarray) -> dict[str, Any]:
+        labels = joined.labels[chosen]
+        return {
+            "queries": len(np.unique(joined.queries[chosen])),
+            "answers": len(labels),
+            "true": int(labels.sum()),
+            **{name: errors(x[chosen], labels) for name, x in values.items()},
+        }
+
+    relations = np.unique(joined.relations[is_side])
+    by_relation = [
+        {
+            "relation": label,
+            "own_curve": any(relation in curves for curves in made.own.values()),
+            **measured(np.flatnonzero(is_side & (joined.relations == relation))),
+        }
+        for relation, label in zip(
+            relations.tolist(), model.relation_labels.labels(relations), strict=True
+        )
+    ]
+    by_relation.sort(key=lambda row: -row["answers"])
+    return {"test": measured(np.arange(len(joined.labels))), "relations": by_relation}
+
+
 class Listed(NamedTuple):
     """The M listed answers to all queries of a split that miss the same part."""
 
-    queries: int
+    queries: np.ndarray  # (M,) int64, the number of each answer's query
     scores: np.ndarray  # (M,) float32
     labels: np.ndarray  # (M,) bool, True for true answers
+    relations: np.ndarray  # (M,) int64, of the query; of the answer, if the query misses it
+
+    @classmethod
+    def merged(cls, several: Sequence[Listed]) -> Listed:
+        """Return the answers to different queries as one."""
+        starts = np.cumsum([0, *(x.queries.max(initial=-1) + 1 for x in several[:-1])])
+        shifted = [x._replace(queries=x.queries + n) for x, n in zip(several, starts, strict=True)]
+        return cls(*map(np.concatenate, zip(*shifted, strict=True)))
 
 
 def listed(
@@ -252,12 +352,14 @@ def listed(
         queries = queries[np.sort(chosen)]
     own = store.filter_index((split,))
     choice = Choice(top, store.filter_index([name for name in SPLITS if name != split]))
-    scores, labels = [], []
+    found: list[Listed] = []
     with model.bar(len(queries), f"{split}: {missing}s", "query") as bar:
-        for batch in np.array_split(queries, range(QUERIES, len(queries), QUERIES)):
-            found, ids = best(model, missing, torch.from_numpy(batch), choice)
-            is_listed = ((ids >= 0) & found.isfinite()).numpy()
-            scores.append(found.numpy()[is_listed])
-            labels.append(are_known(own, missing, batch, ids.numpy())[is_listed])
+        for first in range(0, len(queries), QUERIES):
+            batch = queries[first : first + QUERIES]
+            scores, ids = (x.numpy() for x in best(model, missing, torch.from_numpy(batch), choice))
+            row, column = ((ids >= 0) & np.isfinite(scores)).nonzero()
+            answers, is_true = ids[row, column], are_known(own, missing, batch, ids)[row, column]
+            relations = answers if missing == "relation" else batch[row, 1]
+            found.append(Listed(first + row, scores[row, column], is_true, relations))
             bar.update(len(batch))
-    return Listed(len(queries), np.concatenate(scores), np.concatenate(labels))
+    return Listed(*map(np.concatenate, zip(*found, strict=True)))

@@ -279,7 +279,8 @@ def _table(
     }
     columns = {"line": lines, **after_line, **labels, "score": pa.array(scores, pa.float32())}
     if model.calibration is not None:
-        columns["probability"] = pa.array(model.probabilities(scores, missing), pa.float64())
+        found = model.probabilities(scores, missing, triples[:, 1])
+        columns["probability"] = pa.array(found, pa.float64())
     return pa.table(columns)
 
 

@@ -144,12 +144,13 @@ def predictions(
     is_listed = ids >= 0
     vocabulary = model.relation_labels if missing == "relation" else model.entity_labels
     query, column = is_listed.nonzero()
+    relations = ids[is_listed] if missing == "relation" else queries.numpy()[query, 1]
     values = zip(
         (column + 1).tolist(),
         vocabulary.labels(ids[is_listed]),
         scores[is_listed].tolist(),
         splits(model, missing, queries.numpy(), ids)[is_listed].tolist(),
-        model.probabilities(scores[is_listed], missing),
+        model.probabilities(scores[is_listed], missing, relations),
         strict=True,
     )
     answers: list[list[Prediction]] = [[] for _ in queries]
@@ -285,7 +286,7 @@ def new_links(
         model.relation_labels.labels([number] * len(pairs)),
         model.entity_labels.labels(pairs % model.num_entities),
         scores.tolist(),
-        model.probabilities(scores, "tail"),
+        model.probabilities(scores, "tail", np.full(len(scores), number)),
         strict=True,
     )
     return [Link(rank, *link) for rank, link in enumerate(links, 1)]

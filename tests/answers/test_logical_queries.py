@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,7 +42,8 @@ def tables(model, facts):
             scores = model.scores(triples, side).view(N, N).double()
             known = [(t[ends[0]], t[ends[1]]) for t in certain if t[1] == relation]
             if model.calibration is not None:
-                chances = torch.tensor(model.calibration.probabilities(scores.numpy(), side))
+                numbers, curves = np.full((N, N), relation), model.calibration
+                chances = torch.tensor(curves.probabilities(scores.numpy(), side, numbers))
             else:
                 counts = torch.tensor([max(1, sum(x == e for x, _ in known)) for e in range(N)])
                 chances = (scores.softmax(1) * counts[:, None]).clamp_max(1)
@@ -89,7 +91,7 @@ def facts(run):
 @pytest.mark.parametrize("certain", [False, True])
 def test_degrees_match_dense_evaluation(example, model, facts, calibrated, certain):
     if calibrated:
-        made = Calibration("platt", {"both": Curve(slope=3.0, intercept=-1.0)}, 0, "", {})
+        made = Calibration({"both": Curve(slope=3.0, intercept=-1.0)}, {}, 0, "", {})
         model = replace(model, calibration=made)
     given = facts if certain else []
     queries, chances = example["LogicalQueries"](model, N, given), tables(model, given)

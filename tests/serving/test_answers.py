@@ -122,7 +122,7 @@ def test_labels_of_any_characters_are_served(model):
 
 
 def test_calibrated_probabilities_are_served(model):
-    calibration = Calibration("platt", {"tail": Curve(2.0)}, 1, "", {})
+    calibration = Calibration({"tail": Curve(2.0)}, {}, 1, "", {})
     calibrated = replace(model, calibration=calibration)
     with TestClient(create_app(calibrated, "tiny")) as client:
         results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
