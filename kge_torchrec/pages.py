@@ -6,7 +6,6 @@ All charts share their colors, axes without a frame, grouped bars, and SVG for a
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from kge_torchrec.environment import installed
+from kge_torchrec.tables import amount, cut, seconds
 
 if TYPE_CHECKING:  # loads slowly, and the server draws no charts
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # loads slowly, and the server draws no charts
 
 # Okabe and Ito's palette, which color-blind people can read. A ninth series reuses the first color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MAX_LABEL = 48  # characters of a label
+MAX_LABEL = 32  # characters of a label in a chart
 
 
 def render(template: str, **values: Any) -> str:
@@ -47,19 +47,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"isolated": isolated, "zip": zip}
+    environment.filters |= {"isolated": isolated, "amount": amount, "seconds": seconds}
     environment.globals["version"] = installed(["kge-torchrec"]).get("kge-torchrec", "")
     return environment
 
 
-def short_label(label: str, width: int = MAX_LABEL) -> str:
-    """Return the end of a label that is longer than ``width`` characters; labels differ there."""
-    return label if len(label) <= width else f"...{label[3 - width :]}"
-
-
 def chart_label(label: str) -> str:
     """Return a short label for matplotlib, which reads text between two dollar signs as math."""
-    return short_label(label).replace("$", r"\$")
+    return cut(label, MAX_LABEL).replace("$", r"\$")
 
 
 def color_of(place: int) -> str:
@@ -67,29 +62,15 @@ def color_of(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure of ``width`` by ``height`` inches and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained", figsize=(width, height), facecolor="none")
-    axes = figure.subplots(1, columns, squeeze=False).ravel()
-    for axis in axes:
-        axis.set_facecolor("none")
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes)
-
-
-def draw_bars(axes: Axes, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
-    """Draw horizontal bars: a group per label, first label on top, with one bar per series."""
-    height = 0.8 / len(series)
-    for place, (name, values) in enumerate(series.items()):
-        offset = height * (place - (len(series) - 1) / 2)
-        color = color_of(place)
-        axes.barh(
-            [y + offset for y in range(len(labels))], values, 0.9 * height, color=color, label=name
-        )
-    axes.set_yticks(range(len(labels)), labels, fontsize="small")
-    axes.invert_yaxis()
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def add_legend(figure: Figure, axes: Axes) -> None:

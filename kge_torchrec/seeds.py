@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,16 @@ class SeedRuns:
         try:
             content = json.loads((self.path / FILE).read_text(encoding="utf-8"))
             self.seeds: list[int] = list(content["seeds"])
-            self.config: Config = config_from_dict(content["config"])
+            self._values: dict[str, Any] = dict(content["config"])
         except FileNotFoundError:
             raise ConfigError(f"{path} has no {FILE}: it is no folder of train --seeds") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path / FILE} is damaged ({error})") from error
+
+    @cached_property
+    def config(self) -> Config:
+        """The config of the runs.  To check it loads torch."""
+        return config_from_dict(self._values)
 
     def folder(self, seed: int) -> RunFolder:
         """Return the folder of a run."""

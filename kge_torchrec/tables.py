@@ -100,6 +100,24 @@ def cut(text: str, width: int) -> str:
     return f"{text[: width - 1 - end]}\u2026{text[len(text) - end :]}"
 
 
+def amount(size: float) -> str:
+    """Format a number of bytes with a suitable unit, such as "96.11 GiB"."""
+    if size >= 10 << 40:
+        return f"{size / (1 << 40):.2f} TiB"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} bytes"
+
+
+def seconds(value: float) -> str:
+    """Return seconds in a unit that suits them: "31 ms"."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value * 1e6:.3g} us"
+
+
 def _plain(rows: Sequence[Mapping[str, Cell]], format: str) -> str:
     flat: list[dict[str, Any]] = [{} for _ in rows]
     for cells, row in zip(flat, rows, strict=True):

@@ -198,7 +198,7 @@ def test_help_of_train_starts_with_usage_and_lists_every_key(capsys):
 
 LISTED = {
     "Train": ["prepare", "train", "extend", "tune"],
-    "Look": ["data", "list", "plan", "evaluate", "compare", "report"],
+    "Look": ["data", "list", "plan", "evaluate", "compare", "show"],
     "Use": ["predict", "recommend", "nearest", "calibrate"],
     "Share": ["export", "serve"],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,9 @@ from kge_torchrec.tables import Cell, Format, table
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
     from kge_torchrec.seeds import SeedRuns
+
+LINES = 30  # relations in the table of ``calibrate``
+_KINDS = {"sigmoid": "sigmoid(score)", "common": "one curve", "calibrated": "calibrated"}
 
 
 def evaluate(
@@ -178,19 +182,18 @@ def report(
     output: File | None = None,
     models: bool = True,
 ) -> int:
-    """Write an HTML page about one run or several.
+    """Write an HTML page about one run or several; a run may still train.
 
     Args:
         runs: the folders or URLs of runs
         output: file of the page (default: report.html in the first run)
-        models: load no model: no examples, no map of entities, and ranks by relation only if
-            evaluate --by relation wrote them
+        models: load no model: no ranks by relation, no map of entities and no examples
     """
     with loading_torch():
         from kge_torchrec.reports.page import report as write_report
 
     with announced("writing the report"):
-        page = write_report(runs, output or f"{runs[0]}/report.html", with_models=models)
+        page = write_report(runs, output, with_models=models)
     print(page)
     return 0
 
@@ -224,21 +227,47 @@ def calibrate(
 def _summary(made: Calibration) -> str:
     about = made.about
     queries = f"{about['valid_queries']:,} queries of valid"
-    lines = [f"{made.method}, fitted to the {about['top']} best answers to {queries}"]
+    lines = [f"fitted to the {about['top']} best answers to {queries}"]
     for part, curve in made.curves.items():
-        if made.method == "platt":
-            lines.append(f"  {part}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
-        else:
-            lines.append(f"  {part}: {len(curve.scores):,} points")
-    if "test" in about:
-        test = about["test"]
-        title = f"test: {test['queries']:,} queries, {about['top']} best answers each"
-        lines.append(f"{title:<50} sigmoid(score)  calibrated")
-        for name, words in (
-            ("mean_probability", f"mean probability ({test['true']:.4f} are true)"),
-            ("expected_calibration_error", "expected calibration error"),
-            ("brier_score", "Brier score"),
-        ):
-            errors = test[name]
-            lines.append(f"  {words:<48} {errors['before']:>14.4f}{errors['after']:>12.4f}")
+        shape = f"isotonic, {len(curve.scores):,} points"
+        if not curve.scores:
+            shape = f"p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})"
+        own = len(made.own.get(part, ()))
+        lines.append(f"  {part}: {shape}{f'; {own:,} relations have their own' if own else ''}")
+    if "test" not in about:
+        return "\n".join([*lines, "there are no test triples, so the errors are unknown"])
+    test, relations = about["test"], about["relations"]
+    lines += [
+        "",
+        f"{test['answers']:,} answers to {test['queries']:,} queries of test, {test['true']:,} "
+        "true (error: expected calibration error)",
+        table([{"probability": name, **_errors(test[kind])} for kind, name in _KINDS.items()]),
+        "",
+        "by relation: answers to head and tail queries of test",
+    ]
+    rows: list[dict[str, Cell]] = [
+        {
+            "relation": one["relation"],
+            "answers": one["answers"],
+            "true": one["true"],
+            "curve": "own" if one["own_curve"] else "common",
+            "error": one["calibrated"]["expected_calibration_error"],
+            "one curve\nerror": one["common"]["expected_calibration_error"],
+            "log loss": one["calibrated"]["log_loss"],
+            "one curve\nlog loss": one["common"]["log_loss"],
+        }
+        for one in relations[:LINES]
+    ]
+    lines.append(table(rows, width=shutil.get_terminal_size().columns))
+    if len(relations) > LINES:
+        lines.append(f"and {len(relations) - LINES:,} more relations, in --format json")
     return "\n".join(lines)
+
+
+def _errors(errors: dict[str, float]) -> dict[str, Cell]:
+    return {
+        "mean": errors["mean_probability"],
+        "error": errors["expected_calibration_error"],
+        "Brier score": errors["brier_score"],
+        "log loss": errors["log_loss"],
+    }

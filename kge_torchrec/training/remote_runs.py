@@ -38,7 +38,7 @@ CONFIG, LOCK, PARTIAL = "config.yaml", ".fetching", ".fetched"
 KEY = "checkpoint.options.copy_to"
 # config.yaml, the last, makes a folder a run.  tensorboard/ and the files of a race stay.
 SMALL = ("frozen.npy", "race.json", "plan.txt", "metrics.jsonl", "trackers.json", "results.json",
-         "extended.json", CONFIG)  # fmt: skip
+         "resumed.json", "extended.json", CONFIG)  # fmt: skip
 _TOGETHER = 8  # files that one call sends to a file system with parallel streams
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ Files:
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     stopped.json     the checkpoint from which a run resumes that a signal stopped
+    resumed.json     the checkpoint from which a run was last resumed
     extended.json    for an extended run: the old run and checkpoint, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
     copied.json      the URL of the run's copy, and whether the copy is complete
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 FILES = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-         "checkpoints", "results.json", "stopped.json", "parts", "copied.json",
+         "checkpoints", "results.json", "stopped.json", "resumed.json", "parts", "copied.json",
          "store", "frozen.npy", "extended.json", "config.yaml", ".lock")  # fmt: skip
 
 
@@ -65,6 +66,7 @@ class RunFolder:
             path / name for name in ("checkpoints", "store", "metrics.jsonl")
         )
         self.results, self.stopped = path / "results.json", path / "stopped.json"
+        self.resumed = path / "resumed.json"
         self.race, self.racers = path / "race.json", path / "race"
         self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
         self.parts = path / "parts"  # the files of a table on disk, while the run trains
@@ -235,11 +237,11 @@ class RunFolder:
         """Write config.yaml atomically."""
         files.write_text(self.path / "config.yaml", config.to_yaml())
 
-    def load_config(self, overrides: Overrides = ()) -> Config:
-        """Return the config of the run, with overrides.
+    def config_file(self) -> Path:
+        """Return the file of the run's config.
 
         Raises:
-            ConfigError: The folder has no run, or the config or an override is invalid.
+            ConfigError: The folder has no run.
         """
         self._check_complete()
         file = self.path / "config.yaml"
@@ -248,9 +250,21 @@ class RunFolder:
             if (self.path / "model.json").is_file():
                 what = "an export; name the run that it was made from"
             if (self.path / "seeds.json").is_file():
-                what = f"a folder of several seeds; name one of its runs, {self.path}/seed-..."
+                what = (
+                    f"a folder of several seeds; name one of its runs, {self.path}/seed-... "
+                    "(`show` has their mean and deviation)"
+                )
             raise ConfigError(f"{self.path} is {what}")
-        return read_run_config(file, [*words_of(self.given), *words_of(overrides)])
+        return file
+
+    def load_config(self, overrides: Overrides = ()) -> Config:
+        """Return the config of the run, with overrides.
+
+        Raises:
+            ConfigError: The folder has no run, or the config or an override is invalid.
+        """
+        words = [*words_of(self.given), *words_of(overrides)]
+        return read_run_config(self.config_file(), words)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json atomically."""

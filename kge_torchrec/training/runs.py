@@ -292,6 +292,9 @@ def _train(
             say(f"defaults for this graph: {shown}", values=values)
     if not starts:
         epochs = session.config.train.epochs
+        if progress.epoch < epochs:
+            origin = {"checkpoint": name_of(progress)}
+            on_first_rank(ranks, lambda: files.write_json(folder.resumed, origin))
         step = f" and {progress.step} steps" if progress.step else ""
         say(
             f"training goes on from checkpoint {name_of(progress)}, after {progress.epoch} of "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 
@@ -13,21 +15,15 @@ import pytest
 from training_runs import config_of, random_triples
 
 from kge_torchrec import api, report
-from kge_torchrec.answers.queries import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import KGEError
-from kge_torchrec.reports.facts import (
-    Example,
-    ReportError,
-    RunFacts,
-    differences,
-    entity_map,
-    examples,
-    names_of,
-)
-from kge_torchrec.reports.page import _cells
+from kge_torchrec.pages import COLORS
+from kge_torchrec.reports import page as pages
+from kge_torchrec.reports.folders import RunFacts, differences, names_of
+from kge_torchrec.reports.page import example_rows, principal_axes, relation_metrics, types_of
+from kge_torchrec.training.run_folder import RunFolder
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
 
@@ -63,22 +59,132 @@ def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch):
         importlib.import_module("kge_torchrec.reports.page")
 
 
-def test_page_compares_two_runs(runs, capsys):
-    page = runs / "page.html"
+def contents(folder):
+    """Every file below a folder, with its bytes and its time."""
+    return {x: (x.read_bytes(), x.stat().st_mtime_ns) for x in folder.rglob("*") if x.is_file()}
+
+
+def by_relation(text):
+    """The relations of the page with their number of answers and their metric in each run."""
+    row = r"<tr><td><bdi>([^<]*)</bdi></td><td class=number>([\d,]+)</td>\s(.*?)</tr>"
+    found = {}
+    for name, answers, cells in re.findall(row, text, re.DOTALL):
+        values = [float(x) for x in re.findall(r">([\d.]+)</span>", cells)]
+        found[name] = int(answers.replace(",", "")), values
+    return found
+
+
+def test_page_compares_two_runs_and_writes_nothing_else(runs, capsys, tmp_path):
+    page, before = tmp_path / "page.html", contents(runs)
     assert main(["report", str(runs / "one"), str(runs / "two"), "-o", str(page)]) == 0
+    assert contents(runs) == before
     text = page.read_text(encoding="utf-8")
     tags = Tags(text)
-    assert tags.names.count("svg") == 4 and tags.loaded == [] and "script" not in tags.names
+    assert tags.names.count("svg") == 3 and tags.loaded == [] and "script" not in tags.names
     for name in ("one", "two"):
-        mrr = RunFacts.read(runs / name, name).results["test"]["both"]["realistic"]["mrr"]
-        assert f"<td><bdi>{name}</bdi></td><td>both</td>" in re.sub(" class=number", "", text)
-        assert f"{mrr:.4f}" in text
+        mrr = RunFacts.read(runs / name, name).test["both"]["realistic"]["mrr"]
+        assert f"<td><bdi>{name}</bdi></td><td>both</td><td class=number>{mrr:.4f}</td>" in text
     assert "<td>model.dim</td><td><bdi>16</bdi></td><td><bdi>32</bdi></td>" in text
     assert "train.epochs" not in text  # the same in both
     titles = re.findall("<h2>(.*?)</h2>", text)
-    assert titles == ["Test, filtered and realistic, all entities ranked", "Curves", "Time",
-                      "Settings that differ", "By relation", "Map of entities", "Examples",
-                      "Layout of <bdi>one</bdi>", "Layout of <bdi>two</bdi>"]  # fmt: skip
+    assert titles == ["Test", "Training", "Settings that differ", "By relation",
+                      "Map of entities", "Examples", "Layout of <bdi>one</bdi>",
+                      "Layout of <bdi>two</bdi>"]  # fmt: skip
+    assert "filtered ranks among all entities" in text
+
+
+def test_page_after_a_resume_is_of_the_new_checkpoint(tmp_path):
+    config = config_of("countries", tmp_path / "run", train__epochs=1, evaluation__every=1)
+    api.train(config).close()
+    old = by_relation(report(tmp_path / "run").read_text("utf-8"))
+    api.resume(tmp_path / "run", {"train.epochs": 6}).close()
+    for options in ({}, {"output": tmp_path / "page.html"}):
+        text = report(tmp_path / "run", **options).read_text("utf-8")
+        new = by_relation(text)
+        mrr = RunFacts.read(tmp_path / "run", "run").test["both"]["realistic"]["mrr"]
+        answers = sum(n for n, _ in new.values())
+        assert sum(n * x for n, (x,) in new.values()) / answers == pytest.approx(mrr, abs=2e-4)
+        assert new != old and "<td>resumed</td><td class=number>6</td>" in text
+
+
+def test_a_run_selected_by_recall_is_shown_by_recall(tmp_path, runs):
+    config = config_of("countries", tmp_path / "lists", train__epochs=4, evaluation__every=2,
+                       evaluation__metric="recall@20", model__dim=16)  # fmt: skip
+    api.train(config).close()
+    text = report([tmp_path / "lists", runs / "one"], tmp_path / "page.html").read_text("utf-8")
+    facts = RunFacts.read(tmp_path / "lists", "lists")
+    recall, (epochs, values) = facts.test["recommendation"]["recall@20"], facts.validations()
+    assert epochs == [2, 4] and facts.best == max(values) > 0
+    charts = re.findall('aria-label="([^"]*)"', text)
+    assert charts[:3] == ["training loss by step of lists, one", "recall@20 of valid by epoch of "
+                          "lists", "mrr of valid by epoch of one"]  # fmt: skip
+    assert f"recall@20 {recall:.4f}" in text and f"recall@20 {facts.best:.4f}" in text
+    assert "recall@20 of <bdi>lists</bdi>" in text and "mrr of <bdi>one</bdi>" in text
+    with api.open_run(tmp_path / "lists") as run:
+        grouped = run.evaluate(recommend=[20], by=["relation"])["by"]["relation"]["groups"]
+        found = relation_metrics(run, "recall@20")
+    assert found == {x["group"]: (x["recommendation"]["recall@20"], x["recommendation"]["answers"])
+                     for x in grouped if x["recommendation"]["answers"]}  # fmt: skip
+
+
+def typed_graph(folder):
+    """Users who visit places, and whose names begin with their type."""
+    draw = random.Random(0)
+    lines = sorted({f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}"
+                    for _ in range(120)})  # fmt: skip
+    draw.shuffle(lines)
+    folder.mkdir()
+    for split, part in (("valid", lines[:20]), ("test", lines[20:40]), ("train", lines[40:])):
+        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in part))
+    return folder
+
+
+def test_types_are_colors_of_the_map(tmp_path, monkeypatch):
+    graph = typed_graph(tmp_path / "graph")
+    api.train(config_of(graph, tmp_path / "run", data__types="prefix")).close()
+    drawn = lambda: report(tmp_path / "run").read_text("utf-8").split("Map of entities")[1]  # noqa: E731
+    text = drawn()
+    assert all(f">{kind}</text>" in text for kind in ("user", "place"))
+    assert COLORS[0].lower() in text.lower() and COLORS[1].lower() in text.lower()
+    assert "training triples" not in text
+    with api.open_run(tmp_path / "run") as run:
+        ids = np.arange(run.model.num_entities)
+        labels = run.entity_labels.labels(ids)
+        assert types_of(run, ids) == [label.partition(":")[0] for label in labels]
+        monkeypatch.setattr(pages, "MAX_TYPES", 1)
+        assert set(types_of(run, ids)) == {"user", "other types"}  # 20 users, 15 places
+
+
+def test_an_extended_run_has_a_page(tmp_path, runs):
+    (tmp_path / "new.tsv").write_text("Atlantis\tneighbor\titaly\n")
+    api.extend(runs / "one", tmp_path / "new.tsv", tmp_path / "more").close()
+    text = report([tmp_path / "more", runs / "one"], tmp_path / "page.html").read_text("utf-8")
+    assert "<td>extended</td>" in text and "<td>done</td>" in text
+    assert text.count("<h2>") == 8 and by_relation(text)
+
+
+def test_a_run_that_still_trains_has_a_page(runs, tmp_path):
+    folder = shutil.copytree(runs / "one", tmp_path / "run")
+    (folder / "results.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(x for x in lines if '"test"' not in x))
+    with RunFolder(folder).locked():
+        text = report(folder).read_text("utf-8")
+    assert "run: no test results yet; training, 4 of 4 epochs." in text
+    assert "<td>training</td>" in text and "mrr of valid" in text and by_relation(text)
+
+
+def test_exports_and_folders_of_seeds_are_refused(runs, tmp_path, capsys):
+    with api.open_run(runs / "one") as run:
+        run.export(tmp_path / "export")
+    seeds = tmp_path / "seeds"
+    seeds.mkdir()
+    (seeds / "seeds.json").write_text("{}")
+    for folder in (tmp_path / "export", seeds):
+        assert main(["report", str(folder)]) == 1
+        said = capsys.readouterr().err
+        assert "name" in said and "show" in said and str(folder) in said
+        assert not (folder / "report.html").exists()
 
 
 def test_page_works_without_models_and_results(runs):
@@ -87,7 +193,7 @@ def test_page_works_without_models_and_results(runs):
     (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
     (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n{"kin')
     text = report(folder, folder / "report.html", with_models=False).read_text(encoding="utf-8")
-    assert "half: no test results yet." in text and "Curves" in text
+    assert "half: no test results yet; failed, 0 of 4 epochs." in text and "<svg" in text
     assert "Map of entities" not in text and "<td>model.dim</td><td><bdi>16</bdi></td>" in text
 
 
@@ -96,7 +202,6 @@ def test_damaged_results_file_is_named(runs, capsys):
     folder.mkdir()
     (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
     (folder / "results.json").write_text('{"test": ')
-    (folder / "evaluation-test-by-relation.json").write_text("{")
     assert main(["report", str(folder), "--no-models"]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert f"{folder / 'results.json'} is damaged" in text
@@ -106,14 +211,20 @@ def test_damaged_results_file_is_named(runs, capsys):
             _ = api.open_run(folder).results
 
 
-def test_charts_have_descriptions_and_page_colors(runs, tmp_path):
+def test_page_is_readable_on_a_phone_and_in_the_dark(runs, tmp_path):
     text = report([runs / "one", runs / "two"], tmp_path / "page.html").read_text("utf-8")
+    assert '<meta name="viewport" content="width=device-width' in text
+    # Tables scroll by themselves, and charts are no wider than a phone.
+    assert text.count("<table>") == text.count('<div class="scroll"><table>') > 3
+    assert int(re.search(r"svg \{[^}]*min-width: (\d+)px", text)[1]) <= 320
+    dark = text.partition("prefers-color-scheme: dark")[2].partition("\n}")[0]
+    colors = set(re.findall(r"var\((--[a-z]+)\)", text)) - {"--share"}
+    assert all(f"{color}: #" in dark for color in colors)
     charts = re.findall("<svg(.*?)</svg>", text, re.DOTALL)
-    assert len(charts) == 4
+    assert len(charts) == 3
     for chart in charts:
         assert re.match(' role="img" aria-label="[^"]{20,}"', chart)
         assert "#000000" not in chart and "#ffffff" not in chart and "currentColor" in chart
-    assert "prefers-color-scheme: dark" in text
 
 
 def test_labels_are_escaped(tmp_path):
@@ -133,35 +244,31 @@ def test_labels_are_escaped(tmp_path):
 
 def test_examples_and_map_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
-        rows = run.model.shard.rows.numpy()
-        results = entity_map(run)
-        assert examples(run) == examples(run) and len(examples(run)) == 6
-        for example in examples(run):
-            assert example.answers == run.predict(example.head, example.relation, k=5)
-        order = run.model.store.entities.ids(results.labels)
-    centred = rows[order] - rows[order].mean(0)
-    values = np.linalg.eigvalsh(np.cov(centred.T))[::-1]
-    assert results.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
-    np.testing.assert_allclose(results.places.var(0, ddof=1), values[:2], rtol=1e-4)
-    assert (np.diff(results.degrees) <= 0).all()
-
-
-def test_right_and_known_answers_are_marked():
-    answers = [Prediction(1, "a", 2.0, "train"), Prediction(2, "b", 1.0), Prediction(3, "c", 0.5)]
-    *_, cell = _cells(Example("h", "r", "b", answers))
-    assert cell == (
-        '<bdi>a</bdi> <small>(known)</small>, <span class="right"><bdi>b</bdi></span>, <bdi>c</bdi>'
-    )
+        rows = run.model.shard.rows
+        examples = example_rows(run)
+        assert examples == example_rows(run) and len(examples) == 6
+        for head, relation, tail, cell in examples:
+            labels = [re.sub("<[^>]*>", "", x) for x in (head, relation, tail)]
+            answers = run.predict(labels[0], labels[1], k=5)
+            assert re.findall("<bdi>([^<]*)</bdi>", cell) == [x.label for x in answers]
+            right = [f"<bdi>{x.label}</bdi></span>" in cell for x in answers]
+            assert right == [x.label == labels[2] for x in answers]
+            known = sum(x.known is not None for x in answers if x.label != labels[2])
+            assert cell.count("(known)") == known
+    places, explained = principal_axes(rows)
+    values = np.linalg.eigvalsh(np.cov(rows.numpy().T))[::-1]
+    assert explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
+    np.testing.assert_allclose(places.var(0, ddof=1), values[:2], rtol=1e-4)
 
 
 def test_run_names_and_differences_are_listed(runs, tmp_path):
     assert names_of([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
-    with pytest.raises(ReportError, match="named twice"):
+    with pytest.raises(ConfigError, match="named twice"):
         report([runs / "one", runs / "two" / ".." / "one"], tmp_path / "page.html")
     with pytest.raises(ConfigError, match="is no run folder"):
         report(tmp_path, tmp_path / "page.html")
-    facts = [RunFacts.read(runs / name, name) for name in ("one", "two")]
-    assert differences(facts) == [("model.dim", [16, 32])]
+    facts = [RunFacts.read(runs / name, name).settings for name in ("one", "two")]
+    assert differences(facts) == ["model.dim"]
 
 
 def test_validation_seconds_are_logged(runs):
@@ -169,4 +276,4 @@ def test_validation_seconds_are_logged(runs):
     valid = [line["seconds"] for line in lines if line["kind"] == "valid"]
     assert len(valid) == 2 and all(0 < seconds < 60 for seconds in valid)
     facts = RunFacts.read(runs / "one", "one")
-    assert facts.seconds()["validation"] == sum(valid) and facts.seconds()["training"] > 0
+    assert facts.seconds("valid") == sum(valid) and facts.seconds("epoch") > 0

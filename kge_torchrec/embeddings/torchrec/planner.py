@@ -27,6 +27,7 @@ from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
+from kge_torchrec.tables import amount as amount
 
 MOST_CUDA_DIM = 2048  # limit of FBGEMM 1.6 to 1.8; its backward fails beyond it
 MODULE = "entities"  # name of the EmbeddingCollection in the model
@@ -286,13 +287,3 @@ def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
 def ranks_text(first: int, last: int) -> str:
     """Return "rank 3" or "ranks 0-6"."""
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
-
-
-def amount(size: float) -> str:
-    """Format a number of bytes with a suitable unit, such as "96.11 GiB"."""
-    if size >= 10 << 40:
-        return f"{size / (1 << 40):.2f} TiB"
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit / 10:
-            return f"{size / unit:.2f} {name}"
-    return f"{size:.0f} bytes"
