@@ -109,6 +109,14 @@ def _parsed(name: str, values: dict[str, Any]) -> Config:
     return _configs[name]
 
 
+def open_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
+    """A config that leaves its training to a race; ``changes`` are keys with __ for the dot."""
+    values = {"data.path": str(store), "run.dir": folder and str(folder), "model.dim": 8}
+    values |= {"evaluation.patience": 0, "threads": 1, "device": "cpu", "run.progress": False}
+    values["run.trackers.tensorboard"] = False
+    return config_from_dict(values | {k.replace("__", "."): v for k, v in changes.items()})
+
+
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
     """``config_of`` with four epochs, for runs that end early and resume, or add up roundings."""
     return config_of(store, folder, **{"train__epochs": 4, **changes})

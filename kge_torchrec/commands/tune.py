@@ -47,7 +47,7 @@ def tune(
             written to STUDY/space.yaml)
         halving: how poor trials are dropped: after few epochs (default), or not at all
         storage: Optuna's storage, for processes on several hosts, such as
-            postgresql://HOST/DATABASE (default: STUDY/optuna.db)
+            postgresql+psycopg://HOST/DATABASE (default: STUDY/optuna.db)
         resume: resume the study in this folder; --threads and --device may change
     """
     if "RANK" in os.environ:
@@ -80,7 +80,7 @@ def tune(
 
         opened = Study(Path(resume))
     for tried in opened.space:
-        names = map(str, getattr(tried.distribution, "choices", ()))
+        names = map(str, tried.options.get("choices", ()))
         check_imports({tried.key: dict.fromkeys(names)}, opened.path)
     own = {key: getattr(here, key) for key in keys if key in ("threads", "device")}
     return _print_best(opened.path, opened.storage, opened.run(trials, **own))

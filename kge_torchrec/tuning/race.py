@@ -1,18 +1,14 @@
 """The race of defaults: short trainings of several settings on one graph; the best one continues.
 
 A config that says nothing of training is completed by a race of the configs in
-``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). After each comparison the
-worst setting stops, and the others train for twice the time. The better one of the last two
-continues from its checkpoint, so only the time of the others is lost.
+``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). The time of a setting is
+computed from counts (``work_of``) and never measured, so a second start chooses the same. Each
+setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has the results so far, so a
+killed race resumes. The winner continues from its checkpoint, so only the time of the others is
+lost.
 
 Settings that rise slowly may end higher, so comparisons use a projection: the last result, and a
-share of its gain since half the time for each doubling of the time that is left. If the results or
-projections of the last two differ by less than the noise of the valid triples, they train and are
-compared once more. If they are too close then, ``SLOW`` loses.
-
-The time of a setting is computed from counts (``work_of``) and never measured, so a second start
-chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
-the results so far, so a killed race resumes.
+share of its gain since half the time for each doubling of the time that is left.
 """
 
 from __future__ import annotations
@@ -21,17 +17,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import declared, key_of, replace_keys
-from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import config_from_dict, values_of
-from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.run import Trackers
+from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
@@ -41,27 +32,22 @@ from kge_torchrec.ranking.search import by_query
 from kge_torchrec.training.assembly import build_batches, sides_of
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, train_run
 from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.state import beats
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
+from kge_torchrec.tuning.trials import PORTFOLIO, train_trial, with_values
 
-# The first ones of the portfolio race where the time does not suffice for all.
-PORTFOLIO = ("softmax_n3", "rote", "softmax_weak_n3", "kvsall_adam")
 SLOW = "rote"  # rises slowly, so it stays until the last comparison
 # By size: the most racers, and the largest work of those that lose, in trainings by the rules.
 FIELDS = {"small": (2, 0.2), "base": (4, 0.6), "large": (4, 0.6)}
 ONCE = "small"  # this size does not compare the last two again
 PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
 MOST_EPOCHS = 2  # of the winner, in trainings by the rules
-# The winner trains until it gains less in this last share of its training than
-# ``state.LEAST_GAIN``.
-PATIENCE = 0.3
+PATIENCE = 0.3  # the winner ends when it gained little in this last share of its training
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
 # On a CPU a step took about 9 ms besides 0.25 ns per element of a score.
 STEP_WORK = 3.6e7
-_NEVER = 10**9  # epochs between validations: only the last epoch is validated
 
 
 @dataclass
@@ -100,9 +86,31 @@ class Race:
                 f"{folder.racers} to race again"
             ) from None
 
-    def save(self, folder: RunFolder) -> None:
-        """Write race.json."""
-        files.write_json(folder.race, asdict(self))
+    def run(
+        self, train: Callable[[str, int], float | None], save: Callable[[], object]
+    ) -> tuple[str, str]:
+        """Run the rungs that are left; return the last two racers, the winner first.
+
+        After each rung the worst racer beside ``SLOW`` stops. The last two may train and be
+        compared once more, if they are too close.
+
+        Args:
+            train: Trains a racer until it has these epochs; returns its result, or None if it
+                diverged.
+            save: Called after each training.
+        """
+        left, compared = list(self.epochs), max(2, len(self.epochs) - 1) - 1
+        for rung in range(len(self.rungs)):
+            for name in left:
+                values = self.values.setdefault(name, [])
+                if len(values) <= rung:
+                    values.append(None if None in values else train(name, self.epochs[name][rung]))
+                    save()
+            if len(left) > 2:
+                left.remove(self.order([name for name in left if name != SLOW], rung)[-1])
+            elif rung == compared and not self.is_close(left, rung):
+                break
+        return self.finalists(left, rung)
 
     def projected(self, name: str, rung: int) -> float | None:
         """Return what a racer should reach at the end, from its results until a rung.
@@ -125,37 +133,31 @@ class Race:
 
         return sorted(names, key=key)
 
-    def staying(self, names: Sequence[str], rung: int) -> list[str]:
-        """Return the racers that continue after a rung: all but the worst one beside ``SLOW``."""
-        *_, worst = self.order([name for name in names if name != SLOW], rung)
-        return [name for name in names if name != worst]
+    def is_close(self, names: Sequence[str], rung: int) -> bool:
+        """Return whether two racers, neither of which diverged, differ by less than their noise.
 
-    def tells_apart(self, names: Sequence[str], rung: int) -> bool:
-        """Return whether two racers differ by a standard error after a rung.
-
-        Both their results and their projections must. It is also true if one of them diverged, or
-        if the noise of the metric is not known.
+        Either their results or their projections must.
         """
         one, other = (self.values[name][rung] for name in names)
         if one is None or other is None:
-            return True
+            return False
         ahead = (self.projected(names[0], rung) or 0.0) - (self.projected(names[1], rung) or 0.0)
-        return min(abs(one - other), abs(ahead)) >= self._error(max(one, other))
+        return min(abs(one - other), abs(ahead)) < self._noise(max(one, other))
 
-    def finalists(self, names: Sequence[str], rung: int) -> list[str]:
-        """Return the last two racers, the one that continues first.
+    def finalists(self, names: Sequence[str], rung: int) -> tuple[str, str]:
+        """Return the last two racers, the winner first.
 
-        The better one continues only if it is ahead by at least a standard error. Otherwise
-        ``SLOW`` does not continue, or the order of ``names`` decides.
+        If their projections differ by less than the noise, ``SLOW`` loses, or else the order of
+        ``names`` decides.
         """
         best, other = self.order(names, rung)
-        value, others = self.projected(best, rung), self.projected(other, rung)
-        error = self._error(self.values[best][rung] or 0.0)
-        if value is None or others is None or abs(value - others) >= error:
-            return [best, other]
-        return sorted(names, key=lambda name: name == SLOW)
+        value, second = self.projected(best, rung), self.projected(other, rung)
+        noise = self._noise(self.values[best][rung] or 0.0)
+        if value is not None and second is not None and abs(value - second) < noise:
+            best, other = sorted(names, key=lambda name: name == SLOW)
+        return best, other
 
-    def _error(self, mean: float) -> float:
+    def _noise(self, mean: float) -> float:
         """Return the largest standard error that a result, between 0 and 1, can have.
 
         It is that of a share: no values between 0 and 1 with this mean vary more.
@@ -168,17 +170,12 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
 
     The winner's checkpoint and metrics become those of the run.
 
-    Args:
-        config: The run's config, which says nothing of training.
-        folder: The run's folder.
-        ranks: The ranks of the run.
-
     Returns:
         The config of the winner, or ``config`` if there is nothing to compare.
 
     Raises:
         ConfigError: race.json is not of this version.
-        NonFiniteLoss, NonFiniteParameters: The training of every setting diverged.
+        NonFiniteLoss: The training of every setting diverged.
         TrainingStopped, TrainingInterrupted: A signal; the race resumes with the run.
     """
     state = on_first_rank(ranks, lambda: Race.read(folder))
@@ -200,8 +197,13 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         if not epochs:
             say("default: rules, because a race takes too long")
             return config
-        queries = _queries(configs[PORTFOLIO[0]], store)
-        state = Race(config.evaluation.metric, epochs, rungs, queries, *place)
+        state = Race(
+            config.evaluation.metric,
+            epochs,
+            rungs,
+            queries_of(configs[PORTFOLIO[0]], store),
+            *place,
+        )
         more = "" if config.size == ONCE else ", or twice that if the last two are close"
         shown = "; ".join(
             f"{name} ({configs[name].model.scorer}) {', '.join(map(str, n))}"
@@ -212,11 +214,11 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
             f"short time and the best one continues. Epochs until each comparison: {shown}. The "
             f"others cost at most {share:.0%} of a training's time{more}. --default rules skips it"
         )
-    winner = _winner(state, configs, config, folder, store, ranks)
-    state.winner = winner
+    winner = _winner(state, configs, folder, store, ranks)
 
     def install() -> None:
-        state.save(folder)
+        state.winner = winner
+        files.write_json(folder.race, asdict(state))
         folder.save_config(configs[winner])
         _end(folder, state)
 
@@ -242,31 +244,6 @@ def racers(config: Config, store: TripleStore, place: tuple[bool, int]) -> dict[
         name: filled(with_values(config, values_of(name)), to_its_end).settled(store.size, *place)
         for name in PORTFOLIO
     }
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with other values for dotted keys; keys of options are allowed.
-
-    Where a value chooses another part, options of the config that this part has not are left out.
-    """
-    changed = config.to_dict()
-    for key, value in values.items():
-        *groups, name = key.split(".")
-        part = changed
-        for group in groups:
-            part = part[group]
-        part[name] = value
-    for key, item in declared(Config).items():
-        section, _, name = key.rpartition(".")
-        kind = key_of(item).part
-        if kind is not None and f"{section}.{kind.field}" in values:
-            owner = resolve(kind.kind, values[f"{section}.{kind.field}"])
-            known = {option.name for option in fields(settings_of(owner))}
-            options = changed[section][name]
-            for option in options.keys() - known:
-                if f"{key}.{option}" not in values:
-                    del options[option]
-    return config_from_dict(changed)
 
 
 def work_of(config: Config, store: TripleStore, ranks: Processes) -> float:
@@ -313,7 +290,7 @@ def entered(
     return {}, [], 0.0
 
 
-def _queries(config: Config, store: TripleStore) -> int:
+def queries_of(config: Config, store: TripleStore) -> int:
     """Return the queries that a validation ranks; 0 if its metric is no mean of shares."""
     metric, triples = config.evaluation.metric, validation_triples(config, store)
     if metric == "mr" or metric.startswith("coverage"):
@@ -324,40 +301,37 @@ def _queries(config: Config, store: TripleStore) -> int:
 def _winner(
     state: Race,
     configs: Mapping[str, Config],
-    config: Config,
-    folder: RunFolder,
+    run: RunFolder,
     store: TripleStore,
     ranks: Processes,
 ) -> str:
-    """Run the rungs that are left, and return the racer that continues.
+    """Train the racers until one wins, and say why."""
+    began = time.perf_counter()
 
-    The last rung of a race that may compare again runs only if the results before it are too close.
-    """
-    began, left = time.perf_counter(), list(state.epochs)
-    compared = len(state.rungs) - (1 if config.size == ONCE else 2)
-    for rung in range(len(state.rungs)):
-        for name in left:
-            values = state.values.setdefault(name, [])
-            if len(values) <= rung:
-                epochs = state.epochs[name][rung]
-                diverged = None in values
-                value = (
-                    None
-                    if diverged
-                    else _trained(name, configs[name], epochs, folder, store, ranks)
-                )
-                values.append(value)
-                on_first_rank(ranks, lambda: state.save(folder))
-                if value is not None:
-                    say(
-                        f"race of defaults: {name} valid {state.metric} {value:.4f} after "
-                        f"{epochs} epoch{'s' * (epochs != 1)}"
-                    )
-        if len(left) > 2:
-            left = state.staying(left, rung)
-        elif rung == compared and state.tells_apart(left, rung):
-            break
-    first, second = state.finalists(left, rung)
+    def train(name: str, epochs: int) -> float | None:
+        """Train a racer, and validate it after its last epoch only."""
+        only_last = {"evaluation.every": 10**9, "evaluation.patience": 0}
+        values = {"train.epochs": epochs, **only_last, "run.trackers.wandb": None}
+        try:
+            value = train_trial(
+                configs[name], RunFolder(run.racers / name), store, values, ranks=ranks
+            )
+        except (NonFiniteLoss, NonFiniteParameters) as error:
+            say(f"race of defaults: {name} diverged: {error}")
+            return None
+        except (TrainingStopped, TrainingInterrupted) as error:
+            raise type(error)(
+                f"stopped in the race of defaults; resume with `train --resume {run.path}`."
+            ) from error
+        many = "s" * (epochs != 1)
+        say(f"race of defaults: {name} valid {state.metric} {value:.4f} after {epochs} epoch{many}")
+        return value
+
+    def save() -> None:
+        on_first_rank(ranks, lambda: files.write_json(run.race, asdict(state)))
+
+    first, second = state.run(train, save)
+    rung = len(state.values[first]) - 1
     mine, others = state.values[first][rung], state.values[second][rung]
     if mine is None:
         raise NonFiniteLoss(
@@ -372,45 +346,6 @@ def _winner(
         f"{state.metric} {mine:.4f}{ahead}) after {time.perf_counter() - began:.0f} s"
     )
     return first
-
-
-def _trained(
-    name: str,
-    config: Config,
-    epochs: int,
-    run: RunFolder,
-    store: TripleStore,
-    ranks: Processes,
-) -> float | None:
-    """Train a racer until it has these epochs; return its result, or None if it diverged."""
-    folder = RunFolder(run.racers / name)
-    config = replace_keys(
-        config,
-        {
-            "data.path": str(store.path),
-            "train.epochs": epochs,
-            "evaluation.every": _NEVER,
-            "evaluation.patience": 0,
-            "checkpoint.keep": 1,
-            "checkpoint.every.epochs": 0,
-            "checkpoint.options.copy_to": None,
-            "run.dir": str(folder.path),
-            "run.resume": "never",
-            "run.progress": False,
-            "run.trackers": Trackers(tensorboard=False),
-        },
-    )
-    try:
-        resumed = folder if on_first_rank(ranks, lambda: folder.holds_run) else None
-        train_run(config, Extras(rank_test=False, is_trial=True), resumes=resumed)
-    except (NonFiniteLoss, NonFiniteParameters) as error:
-        say(f"race of defaults: {name} diverged: {error}")
-        return None
-    except (TrainingStopped, TrainingInterrupted) as error:
-        raise type(error)(
-            f"stopped in the race of defaults; resume with `train --resume {run.path}`."
-        ) from error
-    return on_first_rank(ranks, lambda: folder.load_results()["valid"]["best"])
 
 
 def _end(folder: RunFolder, state: Race | None) -> None:

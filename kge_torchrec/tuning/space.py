@@ -17,7 +17,6 @@ values. A key whose conditions do not hold keeps the config's value.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -31,50 +30,53 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
-from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import all_values, declared
-from kge_torchrec.config.parser import values_of
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import all_values
+from kge_torchrec.config.parser import config_from_dict, key_with, values_of
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import KEYS, filled
+from kge_torchrec.config.yaml_file import Lined, plain
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.tuning.race import PORTFOLIO, with_values
+from kge_torchrec.tuning.trials import PORTFOLIO
 
-_OPTIONS = {"low", "high", "log", "step", "choices", "when"}
 # Keys that determine the data, metric and training time by which trials are compared.
 FIXED = ("data.", "run.", "evaluation.", "checkpoint.", "train.epochs", "device", "threads")
+_OPTIONS = {"low", "high", "log", "step", "choices", "when"}
+_KINDS: dict[str, type[BaseDistribution]] = {
+    "categorical": CategoricalDistribution,
+    "int": IntDistribution,
+    "float": FloatDistribution,
+}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A range or a list of values for one key, with conditions."""
+    """A range or a list of values for one key, with conditions.
+
+    Attributes:
+        key: The key.
+        name: Its name in Optuna: the key, with the conditions if the key has several ranges.
+        kind: "categorical", "int" or "float".
+        options: {"choices": ...} or {"low": ..., "high": ..., ...}, as Optuna takes them.
+        when: The allowed values of other keys.
+    """
 
     key: str
-    name: str  # Optuna's name: the key, with the conditions if the key has several ranges
-    distribution: BaseDistribution
-    when: dict[str, tuple]
+    name: str
+    kind: str
+    options: dict[str, Any]
+    when: dict[str, list[Any]]
 
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Return whether the conditions hold for the given values of all keys."""
         return all(values.get(key) in allowed for key, allowed in self.when.items())
 
-    def suggested(self, trial: Trial) -> Any:
-        """Return the value that Optuna suggests for a trial."""
-        name, of = self.name, self.distribution
-        if isinstance(of, CategoricalDistribution):
-            return trial.suggest_categorical(name, of.choices)
-        if isinstance(of, IntDistribution):
-            return trial.suggest_int(name, of.low, of.high, step=of.step, log=of.log)
-        assert isinstance(of, FloatDistribution)
-        return trial.suggest_float(name, of.low, of.high, step=of.step, log=of.log)
-
     def contains(self, value: Any) -> bool:
         """Return whether a value lies in the range."""
-        of = self.distribution
-        if isinstance(of, CategoricalDistribution):
-            return value in of.choices
-        assert isinstance(of, IntDistribution | FloatDistribution)
+        if self.kind == "categorical":
+            return value in self.options["choices"]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and of.low <= value <= of.high
+        return is_number and self.options["low"] <= value <= self.options["high"]
 
 
 def parameters_of(values: Any, where: str = "search space") -> list[Parameter]:
@@ -89,21 +91,53 @@ def parameters_of(values: Any, where: str = "search space") -> list[Parameter]:
     """
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{where} must map each key to a range or a list of values")
+    lines = values.lines if isinstance(values, Lined) else {}
     parameters: list[Parameter] = []
     left = [str(key) for key in values]
-    for key, ranges in values.items():
-        _check_key(str(key), where)
+    for key, ranges in zip(tuple(left), values.values(), strict=True):
         several = isinstance(ranges, list) and any(isinstance(item, dict) for item in ranges)
-        parts = ranges if several else [ranges]
-        made = [_parameter(str(key), part, len(parts) > 1, where) for part in parts]
-        for other in (other for parameter in made for other in parameter.when):
-            if other in left:
-                raise ConfigError(
-                    f"{key} in {where}: its condition names {other}, which must come before it"
-                )
-        left.remove(str(key))
-        parameters += made
+        try:
+            key_with(key)
+            if key.startswith(FIXED):
+                raise ValueError("all trials of a study share this key; set it in the config")
+            for entry in plain(ranges) if several else [plain(ranges)]:
+                parameters.append(_parameter(key, entry, several and len(ranges) > 1, left))
+        except (ConfigError, ValueError, TypeError) as error:
+            about = "" if isinstance(error, ConfigError) else f"{key}: "
+            place = f"{where}:{lines[key]}" if key in lines else where
+            raise ConfigError(f"{place}: {about}{error}") from None
+        left.remove(key)
     return parameters
+
+
+def _parameter(key: str, entry: Any, is_one_of_several: bool, later: Sequence[str]) -> Parameter:
+    """Return the parameter of an entry; ``later`` are the keys that no condition may name."""
+    entry = dict(entry) if isinstance(entry, dict) else {"choices": entry}
+    for unknown in sorted(entry.keys() - _OPTIONS):
+        raise ValueError(f"{unknown} is not one of {', '.join(sorted(_OPTIONS))}")
+    name, conditions = key, entry.pop("when", None) or {}
+    when = {other: x if isinstance(x, list) else [x] for other, x in conditions.items()}
+    for other in when:
+        key_with(other)
+        if other in later:
+            raise ValueError(f"its condition names {other}, which must come before it")
+    if is_one_of_several:
+        if not when:
+            raise ValueError("each of several ranges needs a `when`")
+        words = (f"{other}={'|'.join(map(str, x))}" for other, x in when.items())
+        name = f"{key} ({', '.join(words)})"
+    kind, bounds = "categorical", [entry.get("low"), entry.get("high")]
+    if "choices" not in entry:
+        for value in bounds:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(
+                    f"low and high must be numbers, got {value!r} (YAML: 1.0e-4, not 1e-4)"
+                )
+        kind = "int" if all(isinstance(value, int) for value in bounds) else "float"
+    elif not isinstance(entry["choices"], list) or not entry["choices"] or len(entry) > 1:
+        raise ValueError("give a list of choices, or low and high")
+    _KINDS[kind](**entry)  # refuses what Optuna cannot draw
+    return Parameter(key, name, kind, entry, when)
 
 
 def suggested(space: Sequence[Parameter], config: Config, trial: Trial) -> dict[str, Any]:
@@ -114,7 +148,9 @@ def suggested(space: Sequence[Parameter], config: Config, trial: Trial) -> dict[
     known, chosen = all_values(config), dict[str, Any]()
     for parameter in space:
         if parameter.key not in chosen and parameter.holds(known):
-            known[parameter.key] = chosen[parameter.key] = parameter.suggested(trial)
+            suggest = getattr(trial, f"suggest_{parameter.kind}")
+            value = suggest(parameter.name, **parameter.options)
+            known[parameter.key] = chosen[parameter.key] = value
     return chosen
 
 
@@ -128,71 +164,6 @@ def own_values(space: Sequence[Parameter], config: Config) -> dict[str, Any]:
         and known.get(parameter.key) is not None
         and parameter.contains(known[parameter.key])
     }
-
-
-def _check_key(key: str, where: str) -> None:
-    keys = all_keys()
-    if not _is_key(key):
-        close = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.6)
-        raise ConfigError(
-            f"unknown key {key} in {where}{f'; did you mean {close[0]}?' if close else ''}"
-        )
-    if key.startswith(FIXED):
-        raise ConfigError(
-            f"{key} in {where}: all trials of a study share this key; set it in the config"
-        )
-
-
-def _is_key(name: str) -> bool:
-    """Return whether a name is that of a key, or may be that of an option in a key."""
-    keys = declared(Config)
-    parent = name.rpartition(".")[0]
-    return name in keys or (parent in keys and keys[parent].default_factory is dict)
-
-
-def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter:
-    if not isinstance(entry, dict):
-        entry = {"choices": entry}
-    unknown = set(entry) - _OPTIONS
-    if unknown:
-        raise ConfigError(
-            f"{key} in {where}: {sorted(unknown)[0]} is not one of {', '.join(sorted(_OPTIONS))}"
-        )
-    when = {
-        str(other): tuple(values) if isinstance(values, list) else (values,)
-        for other, values in (entry.get("when") or {}).items()
-    }
-    for other in when:
-        if not _is_key(other):
-            raise ConfigError(f"{key} in {where}: its condition names {other}, which is no key")
-    if conditional and not when:
-        raise ConfigError(f"{key} in {where}: each of several ranges needs a `when`")
-    condition = ", ".join(f"{k}={'|'.join(map(str, v))}" for k, v in when.items())
-    name = f"{key} ({condition})" if conditional else key
-    try:
-        return Parameter(key, name, _distribution(entry), when)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{key} in {where}: {error}") from None
-
-
-def _distribution(entry: dict[str, Any]) -> BaseDistribution:
-    if "choices" in entry:
-        choices = entry["choices"]
-        if not isinstance(choices, list) or not choices or {"low", "high"} & set(entry):
-            raise ValueError("give a list of choices, or low and high")
-        return CategoricalDistribution(choices)
-    low: Any = entry.get("low")
-    high: Any = entry.get("high")
-    step = entry.get("step")
-    for value in (low, high):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(
-                f"low and high must be numbers, got {value!r} (YAML: 1.0e-4, not 1e-4)"
-            )
-    log = entry.get("log", False)
-    if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=log, step=1 if step is None else step)
-    return FloatDistribution(float(low), float(high), log=log, step=step)
 
 
 # The most entities for which a study can afford to score all of them per query: an epoch of kvsall
@@ -212,7 +183,7 @@ def default_search(config: Config, store: TripleStore) -> tuple[dict[str, Any], 
     first = [
         name
         for name in PORTFOLIO
-        if store.num_entities <= SMALL or not with_values(config, values_of(name)).negatives.is_full
+        if store.num_entities <= SMALL or not config_from_dict(values_of(name)).negatives.is_full
     ]
     # The other keys of the first trials follow from their settings.
     kept = {key: attrgetter(key)(resolved) for key in KEYS if key.startswith(FIXED)}

@@ -10,13 +10,10 @@ The folder holds:
     trials.json   all trials that have ended, and the best one
     best.yaml     the config of the best trial, for ``train``
 
-Processes communicate through Optuna's storage only. A process that trains beats in the database. A
-trial whose process has not beaten for ``GRACE`` seconds fails, and Optuna tries its values again,
-once. The same happens to a trial that a signal or a full disk ended.
-
-A trial is an ordinary run with a callback that can end it. It is compared with other trials after
-the same number of epochs. The first trials, with the settings that the study starts from, are
-compared but never dropped, since some of them rise slowly.
+Processes communicate through Optuna's storage only. A process that trains beats in the database.
+The values of a trial whose process has not beaten for ``GRACE`` seconds, or that a signal or a full
+disk ended, are tried again once. Trials are compared after the same number of epochs; the first
+ones, with the settings that the study starts from, are never dropped, since some rise slowly.
 """
 
 from __future__ import annotations
@@ -27,13 +24,14 @@ import math
 import os
 import shutil
 import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import yaml
 
@@ -42,28 +40,25 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
-from kge_torchrec.config.yaml_file import read_yaml
+from kge_torchrec.config.yaml_file import plain, read_lined
 from kge_torchrec.data.report import notes
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.lines import say
 from kge_torchrec.ranking.ranks import value_of
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, train_run
 from kge_torchrec.training.stop_signal import TrainingStopped
-from kge_torchrec.tuning.race import PORTFOLIO, with_values
+from kge_torchrec.tuning.trials import PORTFOLIO, train_trial, with_values
 
 try:
     import optuna
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import FrozenTrial, Trial, TrialState
+    from sqlalchemy.exc import SQLAlchemyError
 
     from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
 except ModuleNotFoundError:
     raise ConfigError("tune needs Optuna: pip install -e '.[tune]'") from None
-
-if TYPE_CHECKING:
-    from kge_torchrec.training.trainer import Callback
 
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
@@ -122,7 +117,6 @@ def tune(
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
-    at_least("trials", trials, 1)
     return make_study(as_config(config), trials, study, space, halving, storage).run(trials)
 
 
@@ -137,15 +131,16 @@ def make_study(
     """Make a new study, or open the one in the folder if it has the same settings."""
     named = config.model.scorer if config.decided_by else "default"
     path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
-    check_start(config, facts_of(config))
+    at_least("trials", trials, 1)
     one_of("halving", halving, ("epochs", "none"))
+    check_start(config, facts_of(config))
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
     where, ranges = "search space", cast(Any, space)
     if isinstance(space, str | Path):
         if not Path(space).is_file():
             raise ConfigError(f"space: there is no file {space}")
-        where, ranges = str(space), read_yaml(Path(space))
+        where, ranges = str(space), read_lined(space)
     if space is not None:
         parameters_of(ranges, where)
     file = path / "study.json"
@@ -153,14 +148,18 @@ def make_study(
     if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
     path.mkdir(parents=True, exist_ok=True)
-    plain = replace(config, run=replace(config.run, dir=None, resume="never"))
-    given = {"config": plain.to_dict(), "search space": ranges, "way of dropping trials": halving}
+    base = replace(config, run=replace(config.run, dir=None, resume="never"))
+    given = {"config": base.to_dict(), "search space": ranges, "way of dropping trials": halving}
     given = json.loads(json.dumps({**given, "storage": storage}))
     with (path / ".lock").open("a") as lock:
         files.lock(lock, wait=True)
         if not file.is_file():
-            first = _write(path, plain, ranges, halving)
-            content = {"name": path.resolve().name, "trials": trials, "first": first, **given}
+            if storage is not None:
+                _storage(storage)
+            first = _write(path, base, ranges, halving)
+            # Several studies may share a storage.
+            name = f"{path.resolve().name}-{uuid.uuid4().hex[:8]}"
+            content = {"name": name, "trials": trials, "first": first, **given}
             files.write_json(file, content)  # last, since it marks a study
     study = Study(path)
     for what, value in given.items():
@@ -193,7 +192,7 @@ def _write(path: Path, config: Config, ranges: dict[str, Any] | None, halving: s
         every = min(every, max(1, resolved.train.epochs // ETA ** (RUNGS - 1)))
     replace_keys(resolved, {"evaluation.every": every}).save(path / "config.yaml")
     (path / "trials").mkdir(exist_ok=True)
-    files.write_text(path / "space.yaml", yaml.safe_dump(ranges, sort_keys=False))
+    files.write_text(path / "space.yaml", yaml.safe_dump(plain(ranges), sort_keys=False))
     return first
 
 
@@ -207,12 +206,11 @@ class Study:
         self.given = json.loads((path / "study.json").read_text(encoding="utf-8"))
         self.config = read_run_config(path / "config.yaml")
         self.metric = self.config.evaluation.metric
-        self.space = parameters_of(read_yaml(path / "space.yaml"), str(path / "space.yaml"))
+        self.space = parameters_of(read_lined(path / "space.yaml"), str(path / "space.yaml"))
         # The epochs before the first comparison: a multiple of the interval of validations.
         every = self.config.evaluation.every
         self.first_rung = max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
         self.halves = self.given["way of dropping trials"] == "epochs"
-        self.is_file = self.given["storage"] is None
         self.storage = self.given["storage"] or f"sqlite:///{path / 'optuna.db'}"
         self.store = open_store(self.config, path)
 
@@ -222,6 +220,9 @@ class Study:
         Args:
             trials: None: as many as it was started with.
             own: ``threads`` and ``device`` of the runs of this process, if not those of the config.
+
+        Returns:
+            The content of trials.json.
         """
         limit = trials or self.given["trials"]
 
@@ -252,22 +253,15 @@ class Study:
 
     def load(self) -> optuna.Study:
         """Return Optuna's study; if it is new, its first trials are those that it starts from."""
+        pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+        if self.halves:
+            pruner = optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=self.first_rung, reduction_factor=ETA
+            )
         with (self.path / ".lock").open("a") as file:
             files.lock(file, wait=True)  # two processes would both create the tables
-            storage = RDBStorage(
-                self.storage,
-                engine_kwargs={"connect_args": {"timeout": 60}} if self.is_file else None,
-                heartbeat_interval=HEARTBEAT,
-                grace_period=GRACE,
-                heartbeat_stale_trial_callback=_again,
-            )
-            pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-            if self.halves:
-                pruner = optuna.pruners.SuccessiveHalvingPruner(
-                    min_resource=self.first_rung, reduction_factor=ETA
-                )
             study = optuna.create_study(
-                storage=storage,
+                storage=_storage(self.storage),
                 study_name=self.given["name"],
                 direction="minimize" if self.metric == "mr" else "maximize",
                 pruner=pruner,
@@ -297,13 +291,15 @@ class Study:
                 seed=(self.config.seed * 1_000_003 + trial.number) % 2**32,
             )
             values = suggested(self.space, self.config, trial)
-        reported: list[float] = []
+        trial.set_user_attr("values", values)
+        last = math.nan
 
         def watch(kind: str, line: dict[str, Any]) -> None:
+            nonlocal last
             if kind != "valid" or not self.halves:
                 return
-            reported.append(value_of(line, self.metric))
-            trial.report(reported[-1], line["epoch"])
+            last = value_of(line, self.metric)
+            trial.report(last, line["epoch"])
             # After the last rung, little time is left to save.
             if line["epoch"] <= self.first_rung * ETA ** (RUNGS - 2):
                 is_poor = trial.should_prune()  # for all: the pruner compares with earlier calls
@@ -318,103 +314,75 @@ class Study:
             about = {"trial": trial.number, "values": values}
             say(f"trial {trial.number}: {what}; {shown}", "trial", about)
 
+        folder = RunFolder(self.path / "trials" / f"{trial.number:04d}")
         try:
-            value = self._trained(trial.number, replace(self.config_of(values), **own), watch)
+            config = replace(self.config_of(values), **own)
+            no_steps = {"checkpoint.every.steps": 0}
+            value = train_trial(config, folder, self.store, no_steps, [watch])
         except optuna.TrialPruned:
             seconds = time.perf_counter() - began
-            report(f"valid {self.metric} {reported[-1]:.4f}, dropped, {seconds:.1f} s")
+            report(f"valid {self.metric} {last:.4f}, dropped, {seconds:.1f} s")
             raise
         except (TrainingStopped, KeyboardInterrupt, OSError):
             _again(trial.study, trial.study.get_trials()[trial.number])
             raise
         except Exception as error:  # the next trial may still succeed
-            words = (
-                str(error) if isinstance(error, KGEError) else f"{type(error).__name__}: {error}"
-            )
-            trial.set_user_attr("error", words)
-            report(f"failed: {words}")
+            kind = "" if isinstance(error, KGEError) else f"{type(error).__name__}: "
+            trial.set_user_attr("error", f"{kind}{error}")
+            report(f"failed: {kind}{error}")
             return math.nan
-        report(f"valid {self.metric} {value:.4f}, {time.perf_counter() - began:.1f} s")
-        return value
-
-    def _trained(self, number: int, config: Config, watch: Callback) -> float:
-        """Train a trial in its folder, and return the best result on valid."""
-        folder = RunFolder(self.path / "trials" / f"{number:04d}")
-        config = replace_keys(
-            config,
-            {
-                "data.path": str(self.store.path),
-                "checkpoint.keep": 1,
-                "checkpoint.every.epochs": 0,
-                "checkpoint.every.steps": 0,
-                "checkpoint.options.copy_to": None,
-                "run.dir": str(folder.path),
-                "run.progress": False,
-                "run.trackers.tensorboard": False,
-            },
-        )
-        try:  # keys of the space may act in some trials only
-            run = train_run(config, Extras([watch], rank_test=False, is_trial=True))
         finally:  # nobody reads the checkpoints of a trial
             shutil.rmtree(folder.checkpoints, ignore_errors=True)
-        return run.load_results()["valid"]["best"]
+        report(f"valid {self.metric} {value:.4f}, {time.perf_counter() - began:.1f} s")
+        return value
 
     def config_of(self, values: Mapping[str, Any]) -> Config:
         """Return the config of a trial with these values, by dotted key."""
         return with_values(self.config, values).settled(self.store.size)
 
-    def values_of(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return a trial's values by dotted key."""
-        name = trial.user_attrs.get("from")
-        if name in PORTFOLIO:
-            return values_of(name)
-        keys = {parameter.name: parameter.key for parameter in self.space}
-        return {keys[name]: value for name, value in trial.params.items()}
-
     def write_results(self, study: optuna.Study) -> dict[str, Any]:
         """Write trials.json and best.yaml; return the content of trials.json."""
         ended = _ended(study)
-        done = any(trial.state is TrialState.COMPLETE for trial in ended)
-        best = study.best_trial if done else None
-        results = {
+        results: dict[str, Any] = {
             "metric": self.metric,
             "halving": "epochs" if self.halves else "none",
-            "best": None if best is None else self._described(best),
-            "trials": [self._described(trial) for trial in ended],
+            "best": None,
+            "trials": [_described(trial) for trial in ended],
         }
-        if best is not None:
+        if any(trial.state is TrialState.COMPLETE for trial in ended):
+            best = results["best"] = _described(study.best_trial)
             # With a value for each key, size has no effect, and train would refuse it.
-            config = self.config_of(self.values_of(best)).to_dict() | {"size": "base"}
+            config = self.config_of(best["values"]).to_dict() | {"size": "base"}
             if os.path.exists(config["data"]["path"]):  # valid in any folder
                 config["data"]["path"] = os.path.abspath(config["data"]["path"])
-            reached = f"valid {self.metric} {best.value:.4f}"
             head = (
-                f"# Trial {best.number} of {self.path.name}: {reached}.\n"
-                f"# kge-torchrec train {self.path / 'best.yaml'}\n"
+                f"# Trial {best['number']} of {self.path.name}: valid {self.metric} "
+                f"{best['value']:.4f}.\n# kge-torchrec train {self.path / 'best.yaml'}\n"
             )
             content = head + yaml.safe_dump(config, sort_keys=False)
             files.write_text(self.path / "best.yaml", content)
         files.write_json(self.path / "trials.json", results)
         return results
 
-    def _described(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the entry of an ended trial in trials.json."""
-        values = list(trial.intermediate_values.values())
-        described = {
-            "number": trial.number,
-            "state": trial.state.name.lower(),
-            "value": trial.value if trial.state is TrialState.COMPLETE else None,
-            "last": values[-1] if values else None,
-            "reached": trial.last_step,
-            "seconds": trial.duration.total_seconds() if trial.duration else None,
-            "values": self.values_of(trial),
-            "from": trial.user_attrs.get("from"),
-        }
-        if trial.state is TrialState.FAIL:
-            described["error"] = trial.user_attrs.get("error", "the process ended twice")
-        if again := trial.system_attrs.get("retry_history"):
-            described["again"] = again[-1]
-        return described
+
+def _storage(url: str) -> RDBStorage:
+    """Open a storage, and create its tables if it is new; one process does so at a time."""
+    waits = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
+    try:
+        return RDBStorage(
+            url,
+            engine_kwargs=waits,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=GRACE,
+            heartbeat_stale_trial_callback=_again,
+        )
+    except SQLAlchemyError as error:
+        raise ConfigError(f"storage: {url} cannot be opened: {first_line(error)}") from None
+    except ImportError as error:
+        raise ConfigError(
+            f"storage: {url} needs a driver: {error.__cause__}; for PostgreSQL "
+            "`pip install 'psycopg[binary]'` and write postgresql+psycopg://HOST/DATABASE"
+        ) from None
 
 
 def _ended(study: optuna.Study) -> list[FrozenTrial]:
@@ -422,3 +390,23 @@ def _ended(study: optuna.Study) -> list[FrozenTrial]:
     trials = study.get_trials(deepcopy=False)
     repeated = {number for t in trials for number in t.system_attrs.get("retry_history", [])}
     return [t for t in trials if t.state.is_finished() and t.number not in repeated]
+
+
+def _described(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the entry of an ended trial in trials.json."""
+    values, attributes = list(trial.intermediate_values.values()), trial.user_attrs
+    described = {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "value": trial.value if trial.state is TrialState.COMPLETE else None,
+        "last": values[-1] if values else None,
+        "reached": trial.last_step,
+        "seconds": trial.duration.total_seconds() if trial.duration else None,
+        "values": attributes.get("values", {}),
+        "from": attributes.get("from"),
+    }
+    if trial.state is TrialState.FAIL:
+        described["error"] = attributes.get("error", "the process ended twice")
+    if again := trial.system_attrs.get("retry_history"):
+        described["again"] = again[-1]
+    return described

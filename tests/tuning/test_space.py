@@ -10,8 +10,9 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.tuning.race import with_values
+from kge_torchrec.config.yaml_file import read_lined
 from kge_torchrec.tuning.space import default_space, own_values, parameters_of, suggested
+from kge_torchrec.tuning.trials import with_values
 
 TEXT = """
 loss.name: [softmax, margin]
@@ -68,24 +69,30 @@ def test_options_of_another_part_are_left_out():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("train.rate: [1, 2]", "unknown key train.rate in search space; did you mean"),
-        ("data.path: [a, b]", "all trials of a study share this key"),
-        ("train.epochs: [1, 2]", "all trials of a study share this key"),
-        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is not one of"),
-        ("train.lr: {low: 2.0, high: 1.0}", "train.lr in search space: "),
+        ("train.rate: [1, 2]", "space.yaml:1: unknown key train.rate; did you mean train."),
+        ("train: [1, 2]", "space.yaml:1: train is a group of keys"),
+        ("data.path: [a, b]", "space.yaml:1: data.path: all trials of a study share this key"),
+        ("seed: [1]\ntrain.epochs: [1, 2]", "space.yaml:2: train.epochs: all trials of a study"),
+        ("train.lr: {low: 1.0, hihg: 2.0}", "space.yaml:1: train.lr: hihg is not one of"),
+        ("train.lr: {low: 2.0, high: 1.0}", "train.lr: .*low=2.0, high=1.0"),
+        ("train.lr: {low: 0.0, high: 1.0, log: true}", "train.lr: .*low"),
         ("train.lr: {low: 1e-4, high: 1.0}", "must be numbers, got '1e-4' .YAML: 1.0e-4"),
+        ("train.lr: {low: 1.0}", "low and high must be numbers, got None"),
         ("train.lr: []", "give a list of choices"),
-        ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "which is no key"),
+        ("train.lr: {choices: [1.0], low: 1.0}", "give a list of choices"),
+        ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "unknown key train.opt"),
         ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "needs a `when`"),
         ("train.lr: {choices: [1], when: {train.optimizer: adam}}\ntrain.optimizer: [adam]",
-         "train.lr in search space: its condition names train.optimizer, which must come before"),
+         "space.yaml:1: train.lr: its condition names train.optimizer, which must come before it"),
         ("train.lr: {choices: [1], when: {train.lr: 1}}", "must come before"),
         ("[train.lr]", "must map each key"),
     ],
 )  # fmt: skip
-def test_invalid_spaces_are_rejected(text, words):
+def test_invalid_spaces_are_rejected(tmp_path, text, words):
+    file = tmp_path / "space.yaml"
+    file.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        parameters_of(yaml.safe_load(text))
+        parameters_of(read_lined(file), str(file))
 
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate", "conve"])

