@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +32,9 @@ Results = Mapping[str, Any]  # what ``metrics`` returns
 
 
 class SeedRuns:
-    """The runs of one config with several seeds, in one folder.
+    """The runs of one config with several seeds, in a folder that ``train_seeds`` wrote.
 
-    Args:
-        path: A folder that ``train_seeds`` wrote.
-
-    Raises:
-        ConfigError: The folder holds no such runs.
+    Raises ConfigError for another folder.
     """
 
     def __init__(self, path: str | Path):
@@ -113,7 +110,7 @@ def train_seeds(
 
     A second call with the same run.dir resumes a run that was killed and keeps finished ones; it
     may name more seeds. If a race of defaults decides what is trained, that of the first seed
-    decides for all.
+    decides for all.  Collective.
 
     Args:
         config: As for ``train``; run.dir is the folder of the runs.
@@ -121,16 +118,43 @@ def train_seeds(
         callbacks: As for ``train``.
 
     Raises:
-        ConfigError: As ``train``, or run.dir holds runs of another config.
+        ConfigError: As ``train``, or run.dir holds runs of another config, or another process
+            trains there.
     """
-    config, numbers = as_config(config), parse_seeds(seeds)
+    from kge_torchrec import api
+    from kge_torchrec.distributed.processes import on_first_rank, processes
+
+    config, chosen = as_config(config), parse_seeds(seeds)
     if config.checkpoint.options.copy_to is not None:
         raise ConfigError("checkpoint.options.copy_to: the runs of --seeds would share one copy")
     if config.run.dir is None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("run.dir: name the folder of the seeds, which all ranks share")
-    path = Path(config.run.dir) if config.run.dir is not None else RunFolder.new(config).path
-    if is_seeds(path):
-        before = SeedRuns(path)
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
+        path, numbers, missing = on_first_rank(ranks, lambda: _claim(config, chosen, held))
+        for place, seed in enumerate(missing, 1):
+            say(f"seed {seed}, run {place} of {len(missing)}")
+            own = config
+            if config.decided_by is None and seed != numbers[0]:
+                own = load_config(path / f"seed-{numbers[0]}")
+            run = replace(config.run, dir=str(path / f"seed-{seed}"), resume="auto")
+            api.train(replace(own, seed=seed, run=run), callbacks)
+    return SeedRuns(path)
+
+
+def _claim(
+    config: Config, numbers: list[int], held: ExitStack
+) -> tuple[Path, list[int], list[int]]:
+    """Lock the folder of the seeds until ``held`` closes, and write seeds.json.
+
+    Returns:
+        The folder, its seeds, and those whose runs have no results yet.
+    """
+    folder = RunFolder.new(config)
+    if not is_seeds(folder.path):
+        folder.check_free()
+    held.enter_context(folder.locked())
+    if is_seeds(folder.path):
+        before = SeedRuns(folder.path)
         differing = [
             key
             for key in changed_keys(before.config, config)
@@ -138,26 +162,13 @@ def train_seeds(
         ]
         if differing:
             raise ConfigError(
-                f"{path} has seeds of another config: {', '.join(differing)}; name another run.dir"
+                f"{folder.path} has seeds of another config: {', '.join(differing)}; name another "
+                "run.dir"
             )
         numbers = list(dict.fromkeys([*before.seeds, *numbers]))
-    else:
-        RunFolder(path).check_free()
-    if os.environ.get("RANK", "0") == "0":
-        path.mkdir(parents=True, exist_ok=True)
-        files.write_json(path / FILE, {"seeds": numbers, "config": config.to_dict()})
-    from kge_torchrec import api
-
-    folders = {seed: path / f"seed-{seed}" for seed in numbers}
-    missing = [seed for seed in numbers if not RunFolder(folders[seed]).results.exists()]
-    for place, seed in enumerate(missing, 1):
-        say(f"seed {seed}, run {place} of {len(missing)}")
-        chosen = config
-        if config.decided_by is None and seed != numbers[0]:
-            chosen = load_config(folders[numbers[0]])
-        run = replace(config.run, dir=str(folders[seed]), resume="auto")
-        api.train(replace(chosen, seed=seed, run=run), callbacks)
-    return SeedRuns(path)
+    content = {"seeds": numbers, "config": config.to_dict()}
+    files.write_json(folder.path / FILE, content)
+    return folder.path, numbers, SeedRuns(folder.path).missing
 
 
 def resume_seeds(path: str | Path, settings: Sequence[str] = ()) -> SeedRuns:
@@ -174,9 +185,9 @@ def spread(
 
     The deviation of one run is None.
     """
-    runs, sides = list(results.values()), ("head", "tail", "both")
+    runs = list(results.values())
     spreads: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for side in (side for side in sides if side in runs[0]):
+    for side in (side for side in ("head", "tail", "both") if side in runs[0]):
         spreads[side] = {}
         for name in runs[0][side]["realistic"]:
             values = [float(run[side]["realistic"][name]) for run in runs]
@@ -201,12 +212,12 @@ def paired_test(
         raise ConfigError("a paired test needs two seeds or more that both folders have")
     tests = {}
     for name in first[common[0]]["both"]["realistic"]:
-        values = [
-            second[seed]["both"]["realistic"][name] - first[seed]["both"]["realistic"][name]
-            for seed in common
-        ]
-        difference, deviation = mean(values), stdev(values)
-        t = p = None
+        one, other = (
+            [results[seed]["both"]["realistic"][name] for seed in common]
+            for results in (first, second)
+        )
+        values = [after - before for before, after in zip(one, other, strict=True)]
+        difference, deviation, t, p = mean(values), stdev(values), None, None
         if deviation > 0:
             t = difference / (deviation / math.sqrt(len(common)))
             p = two_sided_p(t, len(common) - 1)
@@ -220,13 +231,10 @@ def two_sided_p(t: float, freedom: int) -> float:
     The finite series of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4.
     """
     angle = math.atan(abs(t) / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    term = cosine if freedom % 2 else 1.0
-    total = 0.0
-    for k in range(freedom % 2, freedom - 1, 2):
+    is_odd, total, term = freedom % 2, 0.0, 1.0
+    for k in range(is_odd, freedom - 1, 2):
         total += term
-        term *= (k + 1) / (k + 2) * cosine**2
-    inside = math.sin(angle) * total
-    if freedom % 2:
-        inside = 2 / math.pi * (angle + inside)
-    return max(0.0, 1 - inside)
+        term *= (k + 1) / (k + 2) * math.cos(angle) ** 2
+    if is_odd:
+        return max(0.0, 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total))
+    return max(0.0, 1 - math.sin(angle) * total)

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 from training_runs import QUIET
+from worlds import run_world
 
 from kge_torchrec import SeedRuns, train_seeds
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import words_of
+from kge_torchrec.distributed.processes import on_first_rank, processes
 from kge_torchrec.seeds import paired_test, parse_seeds, spread, two_sided_p
 
 QUICK = {**QUIET, "train.batch_size": 256}
@@ -131,6 +133,9 @@ def test_other_splits_are_ranked(folders, capsys):
         (["evaluate", "A", "A/seed-0"], "evaluate compares folders of train --seeds, and"),
         (["evaluate", "A", "--by", "relation"], "evaluate one run, such as FOLDER/seed-0"),
         (["predict", "A", "--relation", "borders"], "name one of its runs"),
+        (["train", "A", "--run.dir", "A/new"], "is a folder of seeds; name one of its runs"),
+        (["tune", "A", "--study", "A/new"], "is a folder of seeds; name one of its runs"),
+        (["compare", "A", "--run.dir", "A/new"], "is a folder of seeds; name one of its runs"),
         (["train", "--seeds", "2", "--run.dir", "A", "--model.dim", "4"], "seeds of another conf"),
         (["train", "--seeds", "2", "--run.dir", "A/seed-0"], "already holds a run"),
         (["train", "--resume", "A", "--train.epochs", "9"], "seeds of another config"),
@@ -149,6 +154,58 @@ def test_more_seeds_join_a_folder(tmp_path):
     before = train_seeds(config, [3]).folder(3).results.stat().st_mtime_ns
     runs = train_seeds(config, [5])
     assert runs.seeds == [3, 5] and runs.folder(3).results.stat().st_mtime_ns == before
+
+
+def rank_trains_seeds(path: str) -> tuple[str, list[int]]:
+    """Fail to write seeds.json, which is a folder; then train without it."""
+    config = {**QUICK, "train.epochs": 1, "run.dir": path}
+    (Path(path) / "seeds.json").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(Exception) as caught:
+        train_seeds(config, 2)
+    with processes("cpu") as ranks:
+        on_first_rank(ranks, lambda: (Path(path) / "seeds.json").rmdir())
+    return f"{type(caught.value).__name__}", train_seeds(config, 2).missing
+
+
+def test_ranks_train_seeds_and_all_hear_of_a_failure_of_the_first(tmp_path):
+    path = tmp_path / "runs"
+    first, second = run_world(2, rank_trains_seeds, str(path))
+    assert first == second == ("IsADirectoryError", [])
+    results = SeedRuns(path).results()
+    assert [x["train"]["world_size"] for x in results.values()] == [2, 2]
+
+
+def test_second_start_in_a_folder_is_refused_while_the_first_one_trains(tmp_path):
+    config = {**QUICK, "train.epochs": 1, "run.dir": str(tmp_path / "runs")}
+
+    def start_another(kind, values):
+        with pytest.raises(ConfigError, match="runs is being trained by process"):
+            train_seeds(config, [5])
+
+    runs = train_seeds(config, [3], [start_another])
+    assert runs.seeds == [3] and runs.missing == []
+
+
+@pytest.mark.slow
+def test_two_starts_at_once_lose_nothing(tmp_path):
+    """One of them trains all seeds of its own; the other is refused, or joins when it has ended."""
+    folder, environment = (
+        tmp_path / "runs",
+        {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    words = [sys.executable, "-m", "kge_torchrec", "train", *words_of(QUICK | {"train.epochs": 30}),
+             "--run.dir", str(folder), "--seeds"]  # fmt: skip
+    started = [
+        subprocess.Popen([*words, seeds], env=environment, stderr=subprocess.PIPE, text=True)
+        for seeds in ("0,1", "2,3")
+    ]
+    said = [process.communicate()[1] for process in started]
+    codes = [process.returncode for process in started]
+    runs = SeedRuns(folder)
+    assert runs.missing == [] and len(runs.results()) == 2 * codes.count(0)
+    assert sorted(codes) in ([0, 0], [0, 1])
+    for code, text in zip(codes, said, strict=True):
+        assert code == 0 or "is being trained by process" in text
 
 
 @pytest.mark.slow

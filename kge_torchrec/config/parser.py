@@ -322,6 +322,8 @@ def find_config(path: str | Path) -> Path:
     homes = CONFIGS, CONFIGS / "recipes", CONFIGS / "portfolio"
     if (Path(path) / "study.json").is_file():
         raise ConfigError(f"{path} is a study; name its best config, {path}/best.yaml")
+    if (Path(path) / "seeds.json").is_file():
+        raise ConfigError(f"{path} is a folder of seeds; name one of its runs, {path}/seed-...")
     candidates = [
         Path(path),
         Path(path) / "config.yaml",
