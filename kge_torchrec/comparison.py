@@ -17,9 +17,10 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, NegativesConfig
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.entities import VARIANTS, check_variants
+from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.data.report import notes
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.worlds import RankFailed, run_world
 from kge_torchrec.environment import cores, installed
-from kge_torchrec.tables import aligned
+from kge_torchrec.tables import Cell, table
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -105,12 +107,9 @@ def compare(
 
     for note in notes(store):
         show(f"note: {note}")
-    configs = {
-        name: replace(  # one batch size for all world sizes
-            variant.settled(store.size, on_cuda),
-            data=replace(variant.data, path=str(store.path)),
-            run=replace(variant.run, dir=str(folder), progress=False),
-        )
+    of_runs = {"data.path": str(store.path), "run.dir": str(folder), "run.progress": False}
+    configs = {  # one batch size for all world sizes
+        name: replace_keys(variant.settled(store.size, on_cuda), of_runs)
         for name, variant in configs.items()
     }
     content: dict[str, Any] = {
@@ -136,41 +135,42 @@ def compare(
         "speed": {},
         "summary": {},
     }
+    device, where = config.device if on_cuda else "cpu", "the start"
 
     def write() -> None:
         content["summary"] = summary(content["speed"])
         files.write_json(folder / "comparison.json", files.finite(content))
         files.write_text(folder / "comparison.txt", text(files.finite(content)) + "\n")
 
-    def measure_all() -> Iterator[str]:
-        """Measure everything; yield where it is, before each measurement."""
-        device = config.device if on_cuda else "cpu"
-        for size in world_sizes:
-            ranks = f"{size} rank{'s' * (size > 1)}"
-            yield f"{ranks}, training side by side"
-            partial = folder / ".partial.json"
-            try:
-                run_world(size, device, train_side_by_side, configs, partial)
-            finally:
-                if partial.exists():
-                    content["training"][str(size)] = json.loads(partial.read_text("utf-8"))
-                    partial.unlink()
-            for repeat in range(repeats):
-                # There and back, so that what slows down slows all of them.
-                for name in engines if repeat % 2 == 0 else engines[::-1]:
-                    yield f"{ranks}, speed of {name}, repeat {repeat + 1} of {repeats}"
-                    measured = run_world(size, device, measure_speed, configs[name], steps)
-                    rates = measured[0]["triples_per_second"]
-                    speed = content["speed"].setdefault(str(size), {each: [] for each in configs})
-                    speed[name].append(
-                        {"repeat": repeat, "triples_per_second": rates, "ranks": measured}
-                    )
+    def train(size: int) -> None:
+        file = folder / ".partial.json"
+        try:
+            run_world(size, device, train_side_by_side, configs, file)
+        finally:  # a rank that fails leaves what was measured before
+            if file.exists():
+                content["training"][str(size)] = json.loads(file.read_text("utf-8"))
+                file.unlink()
 
-    where = "the start"
+    def measure(size: int, name: str, repeat: int) -> None:
+        ranks = run_world(size, device, measure_speed, configs[name], steps)
+        rates = ranks[0]["triples_per_second"]
+        speed = content["speed"].setdefault(str(size), {each: [] for each in configs})
+        speed[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
+
+    work: dict[str, Callable[[], None]] = {}
+    for size in world_sizes:
+        world = f"{size} rank{'s' * (size > 1)}"
+        work[f"{world}, training side by side"] = partial(train, size)
+        for repeat in range(repeats):
+            # There and back, so that what slows down slows all of them.
+            for name in engines if repeat % 2 == 0 else engines[::-1]:
+                title = f"{world}, speed of {name}, repeat {repeat + 1} of {repeats}"
+                work[title] = partial(measure, size, name, repeat)
     try:
         write()
-        for where in measure_all():
+        for where, act in work.items():
             show(where)
+            act()
             write()
         content["complete"] = True
     except RankFailed as failed:
@@ -213,9 +213,10 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
     configs = {}
     for name in names:
         engine, preset = VARIANTS[name]
-        entities = replace(config.entities, engine=engine, preset=preset)
         try:
-            configs[name] = replace(config, entities=entities)
+            configs[name] = replace_keys(
+                config, {"entities.engine": engine, "entities.preset": preset}
+            )
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     return configs
@@ -375,52 +376,52 @@ def _mean(values: list[Any]) -> Any:
 def text(content: dict[str, Any]) -> str:
     """Return the tables, then where and why the comparison ended if it is incomplete."""
     regime = content["config"]["negatives"]["regime"]
-    who, examples = ["ranks", "variant"], NegativesConfig(regime=regime).examples
-    trained = [[*who, "steps", "last loss", "MRR", "hits@10", "difference"]]
-    speed = [[*who, f"{examples}/s", "lowest", "highest", "ratio", "peak MiB", "on GPU"]]
-    split = [[*who, *PARTS, "all"]]
-    traffic = [[*who, "ids", "looked up", "rows sent", "integers", "KiB sent", "collectives"]]
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
+    rate = f"{NegativesConfig(regime=regime).examples}/s"
+    trained, speed, split, traffic = (list[dict[str, Cell]]() for _ in range(4))
     for size, measured in content["training"].items():
         for name, losses in measured["losses"].items():
             metrics = measured["metrics"].get(name, {}).get("both", {}).get("realistic", {})
             last = (measured["differences"].get(name) or [{}])[-1]
             apart = [last.get("entities"), last.get("dense")]
-            row = [
-                size,
-                name,
-                f"{measured['steps']:,}",
-                shown(losses[-1] if losses else None, ".4g"),
-            ]
-            row += [shown(metrics.get("mrr"), ".4f"), shown(metrics.get("hits@10"), ".4f")]
-            trained.append([*row, "-" if None in apart else shown(max(apart), ".1e")])
+            trained.append({
+                "ranks": size, "variant": name, "steps": measured["steps"],
+                "last loss": losses[-1] if losses else None,
+                "MRR": metrics.get("mrr"), "hits@10": metrics.get("hits@10"),
+                "difference": None if None in apart else max(apart),
+            })  # fmt: skip
     for size, by_name in content["summary"].items():
         for name, figures in by_name.items():
-            row = [size, name, *(f"{rate:,.0f}" for rate in figures["triples_per_second"].values())]
-            row.append(f"{figures['ratio_to_first']['median']:.2f}")
-            peaks = [figures["peak_memory_bytes"], figures["peak_device_bytes"]]
-            speed.append([*row, *(shown(peak and peak / 2**20, ",.0f") for peak in peaks)])
-            parts = figures["split_milliseconds"].values()
-            split.append([size, name, *(f"{value:.3g}" for value in [*parts, sum(parts)])])
+            who, rates = {"ranks": size, "variant": name}, figures["triples_per_second"]
+            speed.append({
+                **who, rate: rates["median"], "lowest": rates["lowest"],
+                "highest": rates["highest"], "ratio": figures["ratio_to_first"]["median"],
+                "peak MiB": figures["peak_memory_bytes"],
+            })  # fmt: skip
+            if figures["peak_device_bytes"] is not None:
+                speed[-1]["on GPU"] = figures["peak_device_bytes"]
+            parts = figures["split_milliseconds"]
+            split.append({**who, **parts, "all": sum(parts.values())})
             for kind, means in figures["traffic"].items():
-                row = [size, name, kind]
-                keys = ("ids_looked_up", "rows_sent", "integers_sent")
-                row += [f"{means[key]:,.0f}" for key in keys]
                 calls = ", ".join(f"{n:g} {call}" for call, n in means["collectives"].items())
-                traffic.append([*row, f"{means['bytes_sent'] / 1024:,.1f}", calls or "none"])
-    if all(row[-1] == "-" for row in speed[1:]):
-        speed = [row[:-1] for row in speed]
-    difference = "largest parameter difference from the first"
+                traffic.append({
+                    **who, "ids": kind, "looked up": means["ids_looked_up"],
+                    "rows sent": means["rows_sent"], "integers": means["integers_sent"],
+                    "KiB sent": means["bytes_sent"] / 1024, "collectives": calls or "none",
+                })  # fmt: skip
+    whole = dict.fromkeys((rate, "lowest", "highest", "looked up", "rows sent", "integers"), ",.0f")
+    shown: dict[str, Any] = {
+        **whole, **dict.fromkeys((*PARTS, "all"), ".3g"), "last loss": ".4g",
+        "difference": ".1e", "ratio": ".2f", "KiB sent": ",.1f",
+        **dict.fromkeys(("peak MiB", "on GPU"), lambda peak: f"{peak / 2**20:,.0f}"),
+    }  # fmt: skip
     tables = {
-        f"training, same start and batches; {difference}": trained,
+        "training, same start and batches; difference: the largest of a parameter from the first":
+            trained,
         "speed, spread over the repeats": speed,
         "a step, part by part, ms": split,
         "traffic per step and rank, to other ranks; integers are ids and their counts": traffic,
-    }
-    said = ["\n".join([title, *aligned(rows)]) for title, rows in tables.items() if len(rows) > 1]
+    }  # fmt: skip
+    said = [f"{title}\n{table(rows, shown=shown)}" for title, rows in tables.items() if rows]
     if (failure := content["failure"]) is not None:
         rank = "" if failure["rank"] is None else f"rank {failure['rank']} "
         said.append(f"incomplete: {failure['where']}: {rank}{failure['reason']}")

@@ -22,7 +22,6 @@ from kge_torchrec.comparison import summary, text, variants
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.config.entities import VARIANTS
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.worlds import RankFailed
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.step import PARTS
 
@@ -135,12 +134,21 @@ def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     assert "NonFiniteLoss" in capsys.readouterr().out
 
 
-def test_presets_are_compared_by_initial_values_only(tmp_path, capsys):
+def test_presets_of_a_run_are_compared_by_initial_values_only(tmp_path, capsys):
+    """``compare URL`` takes the run's config and triples, and leaves its folder as it is."""
+    changes = {"model__dim": 16, "train__epochs": 1, "train__optimizer": "adam"}
+    url = f"file://{tmp_path}/copy"
+    changes |= {"checkpoint__options__copy_to": url}
+    run = api.train(config_of("countries", tmp_path / "run", **changes))
+    before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
     folder = tmp_path / "compared"
-    options = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0"]
-    changes = {"train__optimizer": "adam", "train__epochs": 0}
-    assert main(arguments(folder, *options, **changes)) == 0
+    words = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0", "--train.epochs", "0",
+             "--threads", "1", "--run.dir", str(folder)]  # fmt: skip
+    assert main(["compare", url, *words]) == 0
+    assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
     results = report_of(folder)
+    assert results["config"]["model"] == json.loads(json.dumps(run.config.to_dict()["model"]))
+    assert results["data"]["train"] == len(TripleStore.open(run.path / "store").train)
     assert results["complete"] and results["speed"] == {}
     presets = [results["entities"][name]["preset"] for name in results["engines"]]
     assert presets == ["dicee", "dgl", "fbgemm"]
@@ -149,22 +157,7 @@ def test_presets_are_compared_by_initial_values_only(tmp_path, capsys):
     starts = [measured[0] for measured in training["differences"].values()]
     assert starts == 2 * [{"step": 0, "entities": 0, "dense": 0}]
     written = (folder / "comparison.txt").read_text()
-    assert capsys.readouterr().out == f"{written}\nreport: {folder}\n"
-
-
-def test_config_of_a_run_is_compared(tmp_path, monkeypatch):
-    """The run keeps its folder."""
-    run = api.train(config_of("countries", tmp_path / "run", model__dim=16, train__epochs=1))
-    seen = []
-
-    def stop(size, device, work, configs, *_):
-        seen.append(configs)
-        raise RankFailed(0, "stopped")
-
-    monkeypatch.setattr(comparison, "run_world", stop)
-    words = ["--repeats", "0", "--run.dir", str(tmp_path / "compared"), "--threads", "1"]
-    assert main(["compare", str(run.path), *words]) == 1
-    assert seen[0]["torchrec"].model == run.config.model
+    assert capsys.readouterr().out.endswith(f"{written}\nreport: {folder}\n")
 
 
 # what is refused before anything starts
@@ -205,29 +198,20 @@ REFUSED = {  # beside those of bad_inputs.tsv
     "a preset besides the names": (["--entities.preset=dgl"], "entities.preset: --engines"),
     "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
     "a world size twice": (["--world-sizes", "2", "2"], "--world-sizes must be different"),
+    "bad data": (["--data.path", "/nowhere"], "/nowhere"),
+    "torchrun": ([], "without torchrun"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_invalid_contenders_are_rejected(name, tmp_path):
+def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(name, tmp_path, monkeypatch):
     words, said = REFUSED[name]
     folder = tmp_path / "compared"
-    with pytest.raises(ConfigError) as caught:
+    if name == "torchrun":
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises((ConfigError, DataError)) as caught:
         run_verb("compare", ["demo", *words, "--run.dir", str(folder)])
     assert said in str(caught.value) and not folder.exists()
-
-
-def test_bad_data_leaves_no_folder(tmp_path):
-    words = ["--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "nowhere")]
-    with pytest.raises(DataError, match="nowhere"):
-        run_verb("compare", ["demo", *words])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_torchrun_is_rejected(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="without torchrun"):
-        run_verb("compare", ["demo"])
 
 
 # figures and tables of made-up comparisons
@@ -251,8 +235,8 @@ def repeats(*medians: float) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(difference: float | None, failure: dict | None = None, **speed: list[dict]):
-    """The text of two variants at world size 2 that differ after 20 steps, and its cells."""
+def text_of(difference: float | None, failure: dict | None = None, **speed: list[dict]) -> str:
+    """The text of two variants at world size 2 that differ after 20 steps."""
     metrics = {"both": {"realistic": {"mrr": 0.5, "hits@10": 0.75}}}
     training = {
         "steps": 20,
@@ -262,8 +246,7 @@ def rows_of(difference: float | None, failure: dict | None = None, **speed: list
     }
     summed, config = summary({"2": speed} if speed else {}), config_of("countries").to_dict()
     content = {"config": config, "training": {"2": training}, "summary": summed}
-    said = text({**content, "failure": failure})
-    return said, [line.split() for line in said.splitlines()]
+    return text({**content, "failure": failure})
 
 
 def test_spread_and_ratio():
@@ -278,23 +261,43 @@ def test_spread_and_ratio():
         assert tuple(found["ratio_to_first"].values()) == ratio
 
 
+def test_variants_take_turns_there_and_back(tmp_path, monkeypatch):
+    """So that a machine that slows down slows all of them."""
+    seen, (repeat,) = [], repeats(100)
+
+    def world(size, device, work, config, *_):
+        if work is comparison.measure_speed:
+            seen.append((size, config.entities.engine))
+            return [rank | {"triples_per_second": [100]} for rank in repeat["ranks"]]
+
+    monkeypatch.setattr(comparison, "run_world", world)
+    kge_torchrec.compare(
+        config_of("countries", tmp_path / "compared"), world_sizes=[1, 2], repeats=2
+    )
+    there = [(1, "torchrec"), (1, "handrolled")]
+    assert seen[:4] == there + there[::-1] and [size for size, _ in seen] == [1] * 4 + [2] * 4
+
+
 def test_tables():
-    _, rows = rows_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5))
-    assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "1.0e-06"] in rows
-    assert ["2", "torchrec", "105,000", "100,000", "110,000", "1.00", "300"] in rows
-    assert ["2", "handrolled", "210,000", "200,000", "220,000", "2.00", "300"] in rows
-    assert ["2", "torchrec", "1", "2", "3", "4", "5", "15"] in rows
-    sent = ["2", "torchrec", "deduplicated", "100", "90", "50", "2.0", "2", "all_to_all"]
-    assert sent in rows  # the mean of the ranks
-
-
-def test_what_was_not_measured_has_no_figure_and_a_failure_says_where_and_why():
+    """Traffic is the mean of the ranks; what was not measured has no figure."""
+    said = text_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5))
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    for line in (
+        "2 handrolled 20 2 0.5000 0.7500 1.0e-06",
+        "2 torchrec 105,000 100,000 110,000 1.00 300",
+        "2 handrolled 210,000 200,000 220,000 2.00 300",
+        "2 torchrec 1 2 3 4 5 15",
+        "2 torchrec deduplicated 100 90 50 2.0 2 all_to_all",
+    ):
+        assert line in lines
     failure = {"where": "2 ranks, speed of dgl, repeat 1 of 3", "rank": 1,
                "reason": "was killed by SIGKILL"}  # fmt: skip
-    said, rows = rows_of(None, failure)
-    assert ["2", "handrolled", "20", "2", "0.5000", "0.7500", "-"] in rows
-    assert "triples/s" not in said
-    last = "incomplete: 2 ranks, speed of dgl, repeat 1 of 3: rank 1 was killed by SIGKILL"
-    assert said.splitlines()[-1] == last
-    said, _ = rows_of(None, failure | {"rank": None, "reason": "it was interrupted"})
-    assert said.endswith("of 3: it was interrupted")
+    for rank, reason, ending in (
+        (1, "was killed by SIGKILL", "rank 1 was killed by SIGKILL"),
+        (None, "it was interrupted", "it was interrupted"),
+    ):
+        said = text_of(None, failure | {"rank": rank, "reason": reason})
+        assert "2 handrolled 20 2 0.5000 0.7500 -" in " ".join(said.split())
+        assert "triples/s" not in said and said.endswith(
+            f"incomplete: {failure['where']}: {ending}"
+        )

@@ -32,6 +32,7 @@ def test_ranks_join_one_group_as_under_torchrun(size):
     [
         (3, 1, "raises", "raised ValueError: no such thing"),
         (2, 1, "exits", "ended with exit code 3"),
+        (2, 1, "leaves late", "ended with exit code 3"),
         (2, 1, "is killed", r"was killed by SIGKILL \(the kernel does this when memory runs out\)"),
         (1, 0, "is killed", "was killed by SIGKILL"),
     ],
