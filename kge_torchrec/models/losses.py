@@ -203,11 +203,13 @@ class BinaryCrossEntropyLoss(Loss):
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
     ) -> Tensor:
         smooth, queries = self.options.label_smoothing, len(negative)
+        total = of_answers(softplus(-positive), query, queries) + softplus_sum(negative, mask)
+        if not smooth and self.options.reduction == "sum":
+            return total  # counting the candidates would be another pass over the mask
         answers: int | Tensor = 1
         if query is not None:
             answers = of_answers(torch.ones_like(positive), query, queries)
         candidates = mask.sum(1) + answers
-        total = of_answers(softplus(-positive), query, queries) + softplus_sum(negative, mask)
         if smooth:  # softplus(-x) = softplus(x) - x
             low = low_target(smooth, self.options.smoothing, candidates)
             positives = of_answers(positive, query, queries)
