@@ -27,7 +27,27 @@ if TYPE_CHECKING:
     from kge_torchrec.models.model import KGEModel
     from kge_torchrec.models.scorers import Scorer
 
-__all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard"]
+__all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard", "StepBoth"]
+
+
+class StepBoth:
+    """Steps the dense parameters, then the table, whose step may run in a thread.
+
+    TorchRec's CombinedOptimizer would nest three optimizers around these two, each with the hooks
+    and profiler events of torch's, which a small step feels.
+    """
+
+    def __init__(self, table: Any, dense: Optimizer):
+        self._table, self._dense = table, dense
+        self.param_groups: list[dict[str, Any]] = [*table.param_groups, *dense.param_groups]
+
+    def zero_grad(self) -> None:
+        self._table.zero_grad()
+        self._dense.zero_grad()
+
+    def step(self) -> None:
+        self._dense.step()
+        self._table.step()
 
 
 class EmbeddingBackend:
@@ -56,7 +76,7 @@ class EmbeddingBackend:
     pending: TableShard | None
     dense: DenseWrapper
     dense_optimizer: Optimizer
-    optimizer: Any
+    optimizer: StepBoth
     layout: str
     gains_by_pipeline = False
     prepare: Callable[[SampledBatch], SampledBatch] | None = None

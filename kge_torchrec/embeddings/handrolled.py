@@ -25,7 +25,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.batches import Pipelineable, SampledBatch
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, rows_by_rank
-from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.backend import EmbeddingBackend, StepBoth
 from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
@@ -70,29 +70,13 @@ class HandrolledBackend(EmbeddingBackend):
         self.scorer = objective.scorer
         self.model = self.dense.wrap(self.unwrapped_model)
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.parameters()))
-        self.optimizer = _StepBoth(self.table, self.dense_optimizer)
+        self.optimizer = StepBoth(self.table, self.dense_optimizer)
         self.keep_rates()
         self.layout = f"{_describe(self.table, ranges)}\n{self.dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Replace the ids by their route while they are on the host.  Collective."""
         return replace(batch, ids=self.lookup.route(batch))
-
-
-class _StepBoth:
-    """Steps the dense parameters, then the table, whose step may run in a thread."""
-
-    def __init__(self, table: TableShard, dense: torch.optim.Optimizer):
-        self._table, self._dense = table, dense
-        self.param_groups = [*table.groups, *dense.param_groups]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._table.gradients.clear()
-        self._dense.zero_grad(set_to_none)
-
-    def step(self) -> None:
-        self._dense.step()
-        self._table.step()
 
 
 class HandrolledLookup(nn.Module):

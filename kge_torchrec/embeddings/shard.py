@@ -70,7 +70,7 @@ class TableShard:
         optimizers: Optimizer of each table's rows on this rank, with their states.
 
     Attributes:
-        groups: Parameter group of each table, whose "lr" the next step uses.
+        param_groups: Of each table, as an optimizer's; the next step uses their "lr".
         gradients: Those of each backward pass since the last step.
         frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
             rows or their state.
@@ -87,7 +87,7 @@ class TableShard:
         self.tables, self.rows, self.first_row = tables, rows, first_row
         self.optimizers = optimizers
         self.parts = [table.within(first_row, first_row + len(rows)) for table in tables]
-        self.groups: list[dict[str, Any]] = [{"lr": table.optimizer.lr} for table in tables]
+        self.param_groups: list[dict[str, Any]] = [{"lr": t.optimizer.lr} for t in tables]
         self.gradients: list[RowGradients] = []
         self.frozen: Tensor | None = None
         self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
@@ -184,9 +184,13 @@ class TableShard:
         self.gradients = [sums]
         return sums.grad
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step."""
+        self.gradients.clear()
+
     def step(self) -> None:
         """Step with the sum of all gradients since the last step, if there was a backward."""
-        gradients, rates = self.take(), [group["lr"] for group in self.groups]
+        gradients, rates = self.take(), [group["lr"] for group in self.param_groups]
         if gradients is None:
             return
         if self._updates is None:
@@ -200,7 +204,7 @@ class TableShard:
         The whole call counts as one step.  A part is used before the next one is requested.
         """
         self.join()
-        for optimizer, group in zip(self.optimizers, self.groups, strict=True):
+        for optimizer, group in zip(self.optimizers, self.param_groups, strict=True):
             optimizer.lr = group["lr"]
             optimizer.count(bool(len(optimizer.rows)))
         for part in gradients:

@@ -157,7 +157,7 @@ def in_a_thread(asynchronous: bool) -> Tensor:
     if not asynchronous:
         table.table._updates = None
     for step in range(10):
-        table.table.groups[0]["lr"] = 0.1 * (
+        table.table.param_groups[0]["lr"] = 0.1 * (
             step + 1
         )  # a step under way keeps the rate it started with
         look_up(table, sorted([step, 3, dist.get_rank()])).backward(gradient(3, step))

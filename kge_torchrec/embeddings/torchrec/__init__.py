@@ -26,17 +26,21 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.streamable import Pipelineable as TorchRecPipelineable
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches import Pipelineable
 from kge_torchrec.distributed.dense import DenseWrapper, dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.backend import EmbeddingBackend, StepBoth
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE, packed, unpacked
 from kge_torchrec.embeddings.shard import EntityTable
-from kge_torchrec.embeddings.torchrec.collection import FbgemmShard, entity_collection, table_of
+from kge_torchrec.embeddings.torchrec.collection import (
+    FbgemmShard,
+    entity_collection,
+    kernel_of,
+    table_of,
+)
 from kge_torchrec.embeddings.torchrec.feature import as_feature
 from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan, plan_rows
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
@@ -118,14 +122,8 @@ class TorchRecBackend(EmbeddingBackend):
         self.pending = None if steps_in_backward else self.table
         self.layout = f"{describe_plan(plan, tables, dim)}\n{self.dense.describe()}"
         self.fill_rows(config.seed)
-        parameters = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if name.startswith("objective.")
-        }
-        self.dense_optimizer = dense_optimizer(list(parameters.values()))
-        keyed = KeyedOptimizerWrapper(parameters, lambda _: self.dense_optimizer)
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, keyed])
+        self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.objective.parameters()))
+        self.optimizer = StepBoth(kernel_of(self.model).fused_optimizer, self.dense_optimizer)
         self.keep_rates()
 
     def skip_step(self) -> None:

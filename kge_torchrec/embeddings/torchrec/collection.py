@@ -111,11 +111,11 @@ class _ShardOptimizer(FusedOptimizer):
     """Steps a ``TableShard``; its parameter groups are those of the shard."""
 
     def __init__(self, name: str, weight: nn.Parameter, shard: TableShard) -> None:
-        super().__init__({name: weight}, {}, shard.groups)
+        super().__init__({name: weight}, {}, shard.param_groups)
         self._shard = shard
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        self._shard.gradients.clear()
+        self._shard.zero_grad()
 
     def step(self, closure: Any = None) -> None:
         self._shard.step()
@@ -252,7 +252,7 @@ class DeferredOptimizer(EmbeddingFusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
-        self._shard.gradients.clear()
+        self._shard.zero_grad()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)  # passes the learning rate to the table
