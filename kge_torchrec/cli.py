@@ -203,6 +203,8 @@ def run_verb(name: str, words: Sequence[str]) -> int:
         )
     check_packages()
     values = vars(parsed)
+    for option, flag in parser.positive.items():
+        at_least(flag, values.get(option), 1)
     _find_modules(parser, words, values.get("config"), values.pop("allow_import", []))
     for run in parser.runs:
         if run in values:
@@ -215,7 +217,6 @@ def run_verb(name: str, words: Sequence[str]) -> int:
         values["settings"] = settings
     elif parser.runs:  # keys of every run that the verb reads
         given = {key: values.pop(key) for key in ("data.path", "threads") if key in values}
-        at_least("--threads", given.get("threads"), 1)
     parameters = inspect.signature(parser.function).parameters.values()
     positional = [item for item in parameters if item.kind is item.POSITIONAL_ONLY]
     first = [values.pop(item.name, item.default) for item in positional]

@@ -202,7 +202,7 @@ class Run(Answering):
         """Return the run's evaluation with other candidates. Options may imply their kind."""
         own = self.config.evaluation
         implied = next((OPTIONS_OF[name] for name in options if name in OPTIONS_OF), own.candidates)
-        kind = candidates or implied
+        kind: Any = candidates or implied
         for name in options:
             if OPTIONS_OF.get(name, kind) != kind:
                 raise ConfigError(f"{name} has no effect with candidates {kind}: leave it out")
@@ -221,8 +221,8 @@ class Run(Answering):
     ) -> dict[str, Any]:
         store, triples = self._store, np.asarray(ids, np.int64)
         groups = {name: group(GROUPINGS[name](store, triples)) for name in by}
-        kind = evaluation.candidates or "all"
-        ending = "" if kind == "all" else f"-{kind}-candidates"
+        kind: str | None = evaluation.candidates
+        ending = "" if kind in (None, "all") else f"-{kind}-candidates"
         try:
             for name, results in groups.items():
                 file = self.path / f"evaluation-{split}-by-{name}{ending}.json"

@@ -44,7 +44,7 @@ def global_batch(
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
         sums = np.cumsum(
-            np.where(degrees > 0, degrees.clip(1) ** options.sampler_options().degree_power, 0)
+            np.where(degrees > 0, degrees.clip(1) ** options.options_in("options").degree_power, 0)
         )
         sampler = ByWeight(sums)
     chunk = np.arange(len(rows)) // (options.chunk_size or size)
@@ -161,7 +161,7 @@ def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor
     chance = np.full(count, 1 / count)
     if options.sampling == "degree":
         weights = np.where(
-            ends.sum(0) > 0, ends.sum(0).clip(1) ** options.sampler_options().degree_power, 0
+            ends.sum(0) > 0, ends.sum(0).clip(1) ** options.options_in("options").degree_power, 0
         )
         chance = weights / weights.sum()
     drawn = (options.head_count if side == "head" else None) or options.count

@@ -97,5 +97,5 @@ def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTabl
 
 def table_optimizer(config: Config) -> RowOptimizer:
     """The settings of the entity table's optimizer."""
-    train, options = config.train, asdict(config.train.row_optimizer_options())
+    train, options = config.train, asdict(config.train.options_in("optimizer_options"))
     return make_optimizer(train.optimizer, train.lr, **options)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,9 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.describe import json_schema, keys_help, keys_page
-from kge_torchrec.config.keys import declared, key_of
+from kge_torchrec.config import Config, ConfigError, TrainConfig, all_keys
+from kge_torchrec.config.describe import help_of, json_schema, keys_help, keys_page
 from kge_torchrec.config.options import Typed, parse_options
 from kge_torchrec.config.parser import CONFIGS, config_from_dict, load_config
 
@@ -202,9 +202,9 @@ def test_every_key_is_documented_and_listed():
     keys = all_keys()
     assert len(keys) == len(set(keys)) and {"data.path", "train.lr", "seed"} <= set(keys)
     help_text = " ".join(keys_help().split())
-    for key, item in declared(Config).items():
+    for key in keys:
         assert f"--{key} " in help_text
-        assert " ".join(key_of(item).help.split()[:3]) in help_text
+        assert " ".join(help_of(Config, key).split()[:3]) in help_text
 
 
 # What is said when it is wrong
@@ -245,11 +245,31 @@ def test_wrong_types_are_rejected(written, key, value, message):
     assert error_of(path=path) == f"{path}:2: {message}"
 
 
-def test_settings_of_a_type_are_a_mapping(written):
-    message = "entities.tables.user must be a mapping or null, got 3"
-    assert error_of({"entities.tables": {"user": 3}}) == message
-    path = written("entities:\n  tables:\n    user: 3\n")
-    assert error_of(path=path) == f"{path}:3: {message}"
+@pytest.mark.parametrize("settings, message", [
+    ("3", "entities.tables.user must be a mapping or null, got 3"),
+    ("{lr: -1}", "entities.tables.user.lr must be a number > 0, got -1.0"),
+    ("{optimizer: adma}", "entities.tables.user.optimizer must be one of adam, "),
+])  # fmt: skip
+def test_settings_of_a_type_name_their_key(written, settings, message):
+    assert error_of({"entities.tables": {"user": yaml.safe_load(settings)}}).startswith(message)
+    path = written(f"entities:\n  tables:\n    user: {settings}\n")
+    assert error_of(path=path).startswith(f"{path}:3: {message}")
+
+
+def test_section_that_python_makes_has_the_types_and_ranges_of_a_file():
+    made = TrainConfig(lr="1e-3", clip={"norm": 2})
+    assert (made.lr, made.clip.norm) == (0.001, 2.0)
+    for wrong, message in [
+        ({"lr": "fast"}, "train.lr must be a number or null, got fast"),
+        ({"clip": {"norm": 0}}, "train.clip.norm must be a number > 0, got 0.0"),
+        (
+            {"clip": {"size": 1}},
+            "train.clip.size is no option of train.clip, which has norm, value",
+        ),
+        ({"averaging": "emma"}, "train.averaging must be one of none, ema, got 'emma'; did you"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            TrainConfig(**wrong)
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])

@@ -15,7 +15,8 @@ from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, all_keys
+from kge_torchrec.config.describe import help_of
 from kge_torchrec.config.keys import (
     Facts,
     changed_keys,
@@ -23,12 +24,10 @@ from kge_torchrec.config.keys import (
     check_resume,
     declared,
     default_of,
-    key_of,
     without_effect,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.parser import config_from_dict, load_config
-from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.data.prepare import prepare
 
 FULL = {"negatives.regime": "1vsall"}
@@ -65,10 +64,9 @@ def _with(key: str, value: Any, others: dict[str, Any] | Facts) -> tuple[Config,
 
 
 def test_keys_have_a_help_and_an_effect_at_their_defaults():
-    rules = [key_of(item) for item in declared(Config).values()]
-    assert all(rule.help.endswith(".") for rule in rules)
+    assert all(help_of(Config, key).endswith(".") for key in all_keys())
     assert without_effect(Config(), Facts(False, False, True)) == {}
-    assert {default_of(declared(Config)[key]) for key in PICKED} == {None}
+    assert {default_of(declared(Config)[key]) for key in RESOLVED_KEYS} == {None}
 
 
 def test_missing_facts_reject_no_keys():

@@ -25,7 +25,8 @@ T = TypeVar("T")
 ConfigName = Annotated[str, "CONFIG", "run"]  # a YAML file, the name of a published one, or a run
 RunPath = Annotated[str, "RUN", "run"]  # a folder; the command line fetches a URL into one
 File = Annotated[str, "FILE"]
-Count = Annotated[int, "K"]
+Count = Annotated[int, "K", "positive"]
+Threads = Annotated[int | None, "N", "positive"]
 Repeated = Annotated[Sequence[T], "repeated"]
 Settings = Sequence[str]  # ["--key.sub=value", ...]
 Log = Literal["text", "json"]

@@ -203,7 +203,7 @@ def calibrate(
     /,
     *,
     top: Count = 10,
-    limit: int = 10_000,
+    limit: Annotated[int, "N", "positive"] = 10_000,
     seed: int = 0,
     format: Table = "table",
 ) -> int:

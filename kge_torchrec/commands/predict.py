@@ -20,7 +20,6 @@ from kge_torchrec.commands import (
     write_records,
 )
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import at_least
 from kge_torchrec.environment import announced
 
 
@@ -60,7 +59,6 @@ def predict(
             their side in train; every pair is scored
         loops: include new links from an entity to itself
     """
-    at_least("--top", top, 1)
     link = relation if {head, tail, queries} == {None} else None
     if link is None and (loops or candidates != "all"):
         raise ConfigError("--candidates and --loops are for new links: give --relation only")
@@ -146,7 +144,6 @@ def recommend(
     """
     if (head is None) == (heads is None):
         raise ConfigError("recommend takes --head X for one head, or --heads FILE for many")
-    at_least("--top", top, 1)
     from kge_torchrec.answers.queries import default_candidates
 
     with answering(run) as trained:
@@ -221,7 +218,6 @@ def nearest(
         entity: label of an entity
         top: number of entities
     """
-    at_least("--top", top, 1)
     with answering(run) as trained:
         with announced("searching"):
             results = trained.nearest(entity, top)

@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kge_torchrec.commands import Settings, Table
+from kge_torchrec.commands import Settings, Table, Threads
 from kge_torchrec.config import ConfigError, all_keys
-from kge_torchrec.config.checks import at_least
 
 if TYPE_CHECKING:
     from kge_torchrec.config import DataConfig
@@ -22,7 +21,7 @@ def prepare(
     settings: Settings = (),
     seed: int = 0,
     memory: Annotated[float | None, "GIB"] = None,
-    threads: int | None = None,
+    threads: Threads = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> int:
@@ -71,7 +70,7 @@ def data(
     output: Annotated[str | None, "DIR"] = None,
     threshold: Annotated[float, "SHARE"] = 0.8,
     seed: int = 0,
-    threads: int | None = None,
+    threads: Threads = None,
     format: Table = "table",
 ) -> int:
     """Check a graph for leaks, repeats and unseen entities.
@@ -97,7 +96,6 @@ def data(
 
 def _limit_threads(threads: int | None) -> None:
     """Limit the threads of this process that read files; None: leave them."""
-    at_least("--threads", threads, 1)
     if threads is None:
         return
     import pyarrow

@@ -46,9 +46,9 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     max_k: Count = 1000,
-    max_body: Annotated[int, "BYTES"] = 1 << 20,
+    max_body: Annotated[int, "BYTES", "positive"] = 1 << 20,
     allow_host: Annotated[Repeated[str], "NAME"] = (),
-    max_connections: int = 1000,
+    max_connections: Annotated[int, "N", "positive"] = 1000,
     names: File | None = None,
     access_log: bool = False,
 ) -> int:

@@ -27,8 +27,9 @@ class VerbParser(ArgumentParser):
     - ``bool`` is a switch: ``--name`` if its default is False, ``--no-name`` if it is True.
     - ``Sequence[...]`` takes one or more values.
     - ``Annotated[..., "FILE"]`` says how the value is written in --help. Another word "repeated"
-      marks an option that takes one value and may be repeated, and "run" a run, whose URL is
-      replaced by a folder; a verb with one also takes --data.path, --threads and --allow-import.
+      marks an option that takes one value and may be repeated, "positive" an integer from 1 on, and
+      "run" a run, whose URL is replaced by a folder; a verb with one also takes --data.path,
+      --threads and --allow-import.
     - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
 
     Args:
@@ -40,6 +41,7 @@ class VerbParser(ArgumentParser):
     Attributes:
         takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
         runs: Names of the arguments that are runs.
+        positive: The flags of options that take integers from 1 on, by name.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class VerbParser(ArgumentParser):
         )
         self.function, self.keys, self.takes_keys = function, keys, False
         self.runs: list[str] = []
+        self.positive: dict[str, str] = {}
         found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
         helps = {entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found}
         usage, needed = [self.prog], []
@@ -64,10 +67,11 @@ class VerbParser(ArgumentParser):
             if item.name == "settings":
                 self.takes_keys = True
                 continue
-            flags, options, is_run = _option(item, hints[item.name])
+            flags, options, marks = _option(item, hints[item.name])
             options["help"] = (_SHARED_HELP | helps).get(item.name, "") + options["help"]
             self.add_argument(*flags, **options)
-            self.runs += [item.name] if is_run else []
+            self.runs += [item.name] if "run" in marks else []
+            self.positive |= {item.name: flags[-1]} if "positive" in marks else {}
             if item.kind is item.POSITIONAL_ONLY:
                 few = "|".join(options.get("choices", ()))
                 shown = options.get("metavar") or (few if len(few) < 20 else item.name.upper())
@@ -80,6 +84,7 @@ class VerbParser(ArgumentParser):
             self.add_argument("--data.path", metavar="STORE", help=help)
             help = "number of CPU threads per process (default: all cores, shared by the processes)"
             self.add_argument("--threads", type=int, metavar="N", help=help)
+            self.positive["threads"] = "--threads"
         if self.runs:
             help = (
                 "import this module for a run or export that names a class of it: its code runs "
@@ -103,8 +108,8 @@ class VerbParser(ArgumentParser):
         return f"{super().format_help()}\n{head}\n{keys_help(self.keys)}\n"
 
 
-def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, Any], bool]:
-    """Return the flags of an argument, its options for argparse, and whether it is a run."""
+def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, Any], set[str]]:
+    """Return the flags of an argument, its options for argparse, and the marks of its type."""
     words: list[str] = []
     several = False
     while (origin := get_origin(hint)) not in (None, Literal):
@@ -115,7 +120,8 @@ def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, An
             hint = next(part for part in get_args(hint) if part is not type(None))
         else:
             several, hint = True, get_args(hint)[0]
-    shown = [word for word in words if word not in ("run", "repeated")]
+    marks = {"run", "repeated", "positive"} & set(words)
+    shown = [word for word in words if word not in marks]
     options: dict[str, Any] = {"help": ""}
     if get_origin(hint) is Literal:
         options["choices"] = get_args(hint)
@@ -131,11 +137,11 @@ def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, An
     if item.kind is item.POSITIONAL_ONLY:
         if several or not is_needed:
             options["nargs"] = ("+" if is_needed else "*") if several else "?"
-        return [item.name], options, "run" in words
+        return [item.name], options, marks
     options |= {"dest": item.name, "required": is_needed}
-    if several and "repeated" in words:
+    if "repeated" in marks:
         options["action"] = "append"
     elif several:
         options |= {"action": "extend", "nargs": "+"}
     flag = f"--{'no-' if item.default is True else ''}{item.name.replace('_', '-')}"
-    return [*(["-o"] if item.name == "output" else []), flag], options, "run" in words
+    return [*(["-o"] if item.name == "output" else []), flag], options, marks

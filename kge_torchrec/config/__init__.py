@@ -5,35 +5,42 @@ The defaults suit any data; docs/reference/keys.md lists them. An error names th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
-from kge_torchrec.config.checks import ConfigError, between, choice, least
+from kge_torchrec.config.checks import Check, ConfigError, NonNegativeInt, PositiveInt
 from kge_torchrec.config.data import DataConfig, NegativesConfig
 from kge_torchrec.config.entities import EntitiesConfig
-from kge_torchrec.config.keys import PER_START, Condition, Facts, Section, declared, fixed, key
+from kge_torchrec.config.keys import (
+    PER_START,
+    Condition,
+    Facts,
+    Section,
+    declared,
+    fixed,
+    key,
+    resolved_keys,
+)
 from kge_torchrec.config.model import SCORER_NAMES, DenseConfig, LossConfig, ModelConfig
 from kge_torchrec.config.registry import is_built_in
 from kge_torchrec.config.rules import check_rules
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
-    DEFAULTS,
-    SIZES,
     GraphSize,
     decided_by,
     filled,
     is_raced,
     settled,
 )
-from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.config.training import OPTIMIZER_NAMES, EvaluationConfig, TrainConfig
 
 __all__ = [
     "OPTIMIZER_NAMES",
+    "RESOLVED_KEYS",
     "SCORER_NAMES",
     "CheckpointConfig",
     "Config",
@@ -51,6 +58,7 @@ __all__ = [
     "all_keys",
 ]
 
+_THREADS = Check("an integer from 0 to 1,024", lambda threads: 0 <= threads <= 1024)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the same, several times as fast
 
 
@@ -60,57 +68,42 @@ def _leaves_open(config: Any, _: Facts) -> bool:
     return open_count or config.model.dim is None or config.train.epochs is None
 
 
+_CHOSEN = fixed("what it chose is in config.yaml; change those keys, or start a new run")
+
+
 @dataclass(frozen=True)
 class Config(Section):
     """The config of a run, with one field per section."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    negatives: NegativesConfig = field(default_factory=NegativesConfig)
-    entities: EntitiesConfig = field(default_factory=EntitiesConfig)
-    dense: DenseConfig = field(default_factory=DenseConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    size: str = key(
+    data: DataConfig = key(DataConfig)
+    model: ModelConfig = key(ModelConfig)
+    loss: LossConfig = key(LossConfig)
+    negatives: NegativesConfig = key(NegativesConfig)
+    entities: EntitiesConfig = key(EntitiesConfig)
+    dense: DenseConfig = key(DenseConfig)
+    train: TrainConfig = key(TrainConfig)
+    evaluation: EvaluationConfig = key(EvaluationConfig)
+    checkpoint: CheckpointConfig = key(CheckpointConfig)
+    run: RunConfig = key(RunConfig)
+    size: Literal["small", "base", "large"] = key(
         "base",
-        "small (a first look), base or large (the last digits): what model.dim, negatives.count "
-        "and train.epochs are chosen for where they are null.",
-        check=choice(*SIZES),
         acts=Condition("model.dim, negatives.count or train.epochs null", _leaves_open),
-        resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
+        resume=_CHOSEN,
     )
-    default: str = key(
-        "race",
-        "What completes a config that leaves training open: race (short trainings of several "
-        "settings; the best one continues) or rules (from the graph's counts).",
-        check=choice(*DEFAULTS),
-        resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
-    )
-    seed: int = key(
-        0,
-        "Seed of the initial values, the order of the data and the negatives.",
-        check=least(0),
-        resume=fixed(),
-    )
-    device: str = key(
-        "auto", "auto, cpu or cuda.", check=choice("auto", "cpu", "cuda"), resume=PER_START
-    )
-    threads: int = key(
-        0,
-        "CPU threads per rank, at most 1,024; 0: the cores of a host shared among its ranks.",
-        check=between("an integer from 0 to 1,024", lambda threads: 0 <= threads <= 1024),
-        resume=PER_START,
-    )
-    timeout: int = key(
-        1800,
-        "Seconds that a rank waits for other ranks, at the start and in each collective, before "
-        "it fails. Preparing a large store counts.",
-        check=least(1),
-        resume=PER_START,
-    )
+    """small (a first look), base or large (the last digits): what model.dim, negatives.count and
+    train.epochs are chosen for where they are null."""
+    default: Literal["race", "rules"] = key("race", resume=_CHOSEN)
+    """What completes a config that leaves training open: race (short trainings of several settings;
+    the best one continues) or rules (from the graph's counts)."""
+    seed: NonNegativeInt = key(0, resume=fixed())
+    """Seed of the initial values, the order of the data and the negatives."""
+    device: Literal["auto", "cpu", "cuda"] = key("auto", resume=PER_START)
+    """auto, cpu or cuda."""
+    threads: Annotated[int, _THREADS] = key(0, resume=PER_START)
+    """CPU threads per rank, at most 1,024; 0: the cores of a host shared among its ranks."""
+    timeout: PositiveInt = key(1800, resume=PER_START)
+    """Seconds that a rank waits for other ranks, at the start and in each collective, before it
+    fails. Preparing a large store counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,6 +209,9 @@ class Config(Section):
     def save(self, path: Path) -> None:
         """Write the config as YAML."""
         path.write_text(self.to_yaml(), encoding="utf-8")
+
+
+RESOLVED_KEYS = resolved_keys(Config)
 
 
 def all_keys() -> list[str]:

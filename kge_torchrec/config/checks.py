@@ -5,24 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from kge_torchrec.errors import KGEError
-
-# Types of keys whose null stands for a number that `sizing.py` chooses for the graph, before
-# anything else reads the config.
-if TYPE_CHECKING:
-    PickedInt: TypeAlias = int
-    PickedFloat: TypeAlias = float
-    PickedNumber: TypeAlias = float
-    PickedText: TypeAlias = str
-else:
-    PickedInt = int | None
-    PickedFloat = float | None
-    PickedNumber = int | float | None
-    PickedText = str | None
-PICKED: Any = None
 
 
 class ConfigError(KGEError, ValueError):
@@ -71,47 +57,43 @@ def check_url(key: str, value: str) -> None:
     check(is_whole and "::" not in value, key, example, value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Check:
-    """A check of a key: raises ConfigError for a bad value, and says the same to editors.
+    """A check of a value, which raises ConfigError for a bad one; null is good.
+
+    ``Annotated[int, least(1)]`` is a type with a check.
 
     Args:
-        apply: Takes the dotted key and its value.
-        schema: What a JSON schema says of good values.
+        expected: What a good value is, in words.
+        holds: Whether a value is good.
+        schema: What a JSON schema says of good values, for editors.
     """
 
-    apply: Callable[[str, Any], None]
-    schema: dict[str, Any]
+    expected: str
+    holds: Callable[[Any], bool]
+    schema: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, key: str, value: Any) -> None:
-        """Raise ConfigError for a bad value; null is good."""
-        if value is not None:
-            self.apply(key, value)
-
-
-def between(
-    expected: str, holds: Callable[[Any], bool], schema: dict[str, Any] | None = None
-) -> Check:
-    """Return the check that a value satisfies ``holds``, which ``expected`` says in words."""
-    return Check(lambda key, value: check(holds(value), key, expected, value), schema or {})
-
-
-def choice(*choices: str) -> Check:
-    """Return the check that a value is one of these."""
-    return Check(lambda key, value: one_of(key, value, choices), {"enum": list(choices)})
+        """Raise ConfigError for a bad value of a key."""
+        check(value is None or self.holds(value), key, self.expected, value)
 
 
 def least(bound: int) -> Check:
     """Return the check that an integer is at least this."""
-    return Check(lambda key, value: at_least(key, value, bound), {"minimum": bound})
+    return Check(f"an integer >= {bound}", lambda value: value >= bound, {"minimum": bound})
 
 
-positive = between(
+positive = Check(
     "a number > 0", lambda value: math.isfinite(value) and value > 0, {"exclusiveMinimum": 0}
 )
-not_negative = between(
+not_negative = Check(
     "a number >= 0", lambda value: math.isfinite(value) and value >= 0, {"minimum": 0}
 )
-check_share = between(
+check_share = Check(
     "in [0, 1)", lambda share: 0 <= share < 1, {"minimum": 0, "exclusiveMaximum": 1}
 )
+NonNegativeInt = Annotated[int, least(0)]
+PositiveInt = Annotated[int, least(1)]
+NonNegativeFloat = Annotated[float, not_negative]
+PositiveFloat = Annotated[float, positive]
+Share = Annotated[float, check_share]

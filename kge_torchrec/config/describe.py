@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from functools import cache
+from itertools import pairwise
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, type_of
-from kge_torchrec.config.options import as_yaml, hints, in_words, members, settings_of
+from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, owner_of
+from kge_torchrec.config.options import as_yaml, checks_of, hints, in_words, members, settings_of
 from kge_torchrec.config.registry import KINDS, resolve
 
 _PAGE = """\
@@ -62,10 +68,11 @@ def keys_help(first: str = "") -> str:
             lines.append(f"{section}:")
         for name, item in keys.items():
             if name.startswith(first) and (not first or name != "data.path"):
-                kind, default = in_words(type_of(Config, name)), as_yaml(default_of(item))
+                owner, own = owner_of(Config, name)
+                kind, default = in_words(hints(owner)[own]), as_yaml(default_of(item))
                 lines.append(f"  --{name} VALUE ({kind}, default {default or 'empty'})")
                 lines += textwrap.wrap(
-                    key_of(item).help, 98, initial_indent=" " * 8, subsequent_indent=" " * 8
+                    help_of(Config, name), 98, initial_indent=" " * 8, subsequent_indent=" " * 8
                 )
     return "\n".join(lines)
 
@@ -77,9 +84,9 @@ def keys_page() -> str:
         parts += [f"## {section}\n", _COLUMNS]
         for name, item in keys.items():
             rules = key_of(item)
-            parts.append(_row(name, item, rules.help, rules.resume.answer))
-            for option, owners in _options_of(rules.part).values():
-                text = f"{', '.join(owners)}: {key_of(option).help}"
+            parts.append(_row(name, item, help_of(Config, name), rules.resume.answer))
+            for option, text, owners in _options_of(rules.part).values():
+                text = f"{', '.join(owners)}: {text}"
                 parts.append(_row(f"{name}.{option.name}", option, text, rules.resume.answer))
         parts[-1] += "\n"
     return "\n".join(parts).rstrip()
@@ -92,14 +99,51 @@ def _row(name: str, item: Field[Any], text: str, resume: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _options_of(part: Part | None) -> Mapping[str, tuple[Field[Any], list[str]]]:
-    """Return the options of parts that are declared by ``key``, and the parts that have them."""
-    rows: dict[str, tuple[Field[Any], list[str]]] = {}
+def _options_of(part: Part | None) -> Mapping[str, tuple[Field[Any], str, list[str]]]:
+    """Return the options of parts that have a text below, and the parts that have them."""
+    rows: dict[str, tuple[Field[Any], str, list[str]]] = {}
     for name in KINDS[part.kind].ours if part is not None else ():
-        for item in fields(settings_of(resolve(part.kind, name))):  # type: ignore[union-attr]
-            if "key" in item.metadata:
-                rows.setdefault(item.name, (item, []))[1].append(name)
+        settings = settings_of(resolve(part.kind, name))  # type: ignore[union-attr]
+        for item in fields(settings):
+            if item.name in texts_below(settings):
+                text = texts_below(settings)[item.name]
+                rows.setdefault(item.name, (item, text, []))[2].append(name)
     return rows
+
+
+@cache
+def texts_below(cls: Any) -> dict[str, str]:
+    """Return {field: the text below it} of a dataclass and its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        texts |= _texts_in(base.__module__).get(base.__qualname__, {})
+    return texts
+
+
+@cache
+def _texts_in(module: str) -> dict[str, dict[str, str]]:
+    """Return the texts below fields in the source of a module, by class."""
+    texts: dict[str, dict[str, str]] = {}
+
+    def read(node: ast.Module | ast.ClassDef, prefix: str) -> None:
+        for above, below in pairwise(node.body):
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = " ".join(ast.literal_eval(below.value).split())
+                text = text.replace("SCORER_NAMES", ", ".join(KINDS["scorer"].ours))
+                texts.setdefault(prefix.rstrip("."), {})[ast.unparse(above.target)] = text
+        for inner in node.body:
+            if isinstance(inner, ast.ClassDef):
+                read(inner, f"{prefix}{inner.name}.")
+
+    with contextlib.suppress(OSError, TypeError):  # a class of a session has no source
+        read(ast.parse(inspect.getsource(sys.modules[module])), "")
+    return texts
+
+
+def help_of(cls: Any, name: str) -> str:
+    """Return the help of a dotted key."""
+    owner, own = owner_of(cls, name)
+    return texts_below(owner).get(own, "")
 
 
 class Option(NamedTuple):
@@ -114,32 +158,21 @@ class Option(NamedTuple):
 def options_help(owner: Any) -> list[Option]:
     """Return the options of a class, with the help of their keys or of the docstring."""
     settings = settings_of(owner)
-    said = _arguments_in(settings.__doc__ or "")
+    said = _arguments_in(settings.__doc__ or "") | texts_below(settings)
     options = []
     for item in fields(settings):
-        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name, "")
         kind = re.sub(r"\ban? ", "", in_words(hints(settings)[item.name]))
         has_none = item.default is item.default_factory is MISSING
         default = "none, must be set" if has_none else as_yaml(default_of(item))
-        options.append(Option(item.name, kind, default, text))
+        options.append(Option(item.name, kind, default, said.get(item.name, "")))
     return options
 
 
 def _arguments_in(docstring: str) -> dict[str, str]:
     """Return {name: text} of the section Args of a docstring in Google's style."""
-    lines = iter(docstring.expandtabs().splitlines())
-    indent = next((len(x) - len(x.lstrip()) for x in lines if x.strip() == "Args:"), None)
-    said: dict[str, str] = {}
-    name, first = "", None
-    for line in lines:
-        depth = len(line) - len(line.lstrip())
-        if indent is None or (line.strip() and depth <= indent):
-            break
-        first = depth if first is None else first
-        if depth == first and ": " in line:
-            name, _, line = line.strip().partition(": ")
-        said[name] = f"{said.get(name, '')} {line.strip()}".strip()
-    return said
+    _, _, arguments = inspect.cleandoc(docstring).partition("\nArgs:\n")
+    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    return {entry[1]: " ".join(entry[2].split()) for entry in found}
 
 
 # The JSON schema: editors complete and check a config file by it
@@ -170,13 +203,8 @@ def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
         own = _type_schema(hints(cls)[item.name]) | {"description": said[item.name]}
         if item.default is not MISSING:
             own["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
-        rules = item.metadata.get("key")
-        if rules is not None:
-            said_by_check = dict(getattr(rules.check, "schema", {}))
-            if "enum" in said_by_check and "null" in own.get("type", ()):
-                said_by_check["enum"] = [*said_by_check["enum"], None]
-            own |= said_by_check
-            depends += _options_by_name(item.name, rules.part, cls) if rules.part else []
+        if (part := key_of(item).part) is not None:
+            depends += _options_by_name(item.name, part, cls)
         kind = _BY_KEY.get(name)
         if kind is not None and own.get("type") == "object":  # a weight or options for each name
             number = {"type": "number"}
@@ -194,15 +222,18 @@ def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
-    if get_origin(hint) is Literal:
-        return {"enum": list(get_args(hint))}
-    kinds = [get_origin(one) or one for one in members(hint)]
+    for kind in members(hint):
+        if get_origin(kind) is Literal:
+            return {"enum": [*get_args(kind), *[None] * (NoneType in members(hint))]}
+    kinds = [get_origin(kind) or kind for kind in members(hint)]
     names = [(_NAMES | _TYPES).get(kind) for kind in kinds]
     if not all(names):
         return {}
     schema: dict[str, Any] = {"type": names[0] if len(names) == 1 else names}
-    if "array" in names and get_args(hint):
-        schema["items"] = _type_schema(get_args(hint)[0])
+    if "array" in names and get_args(members(hint)[0]):
+        schema["items"] = _type_schema(get_args(members(hint)[0])[0])
+    for check in checks_of(hint):
+        schema |= getattr(check, "schema", {})
     return schema
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from kge_torchrec.config.checks import (
-    PICKED,
+    Check,
     ConfigError,
-    PickedFloat,
-    PickedText,
-    between,
-    choice,
+    PositiveFloat,
+    PositiveInt,
     least,
-    positive,
 )
 from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with
 from kge_torchrec.config.options import checked_type, parse_options
-from kge_torchrec.config.registry import check_name, resolve
-from kge_torchrec.config.sizing import SCALES, rate_of
+from kge_torchrec.config.registry import part_name, resolve
+from kge_torchrec.config.sizing import SCALES, Distribution, rate_of
 
-PRESETS = ("fbgemm", "dicee", "dgl")
 # What ``compare`` compares: entities.engine and entities.preset
 VARIANTS = {
     "torchrec": ("torchrec", "fbgemm"),
@@ -56,123 +52,84 @@ _LOOKED_UP = only_with("negatives.regime", "sampled", "kvssample")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Section, prefix="entities.exchange."):
     """Options of how rows travel between ranks."""
 
-    dtype: str = key(
-        "fp32",
-        "What rows and gradients travel as: fp32, fp16, bf16, or int8 (each row has its own "
-        "range).",
-        check=choice("fp32", "fp16", "bf16", "int8"),
-        acts=_LOOKED_UP,
-    )
+    dtype: Literal["fp32", "fp16", "bf16", "int8"] = key("fp32", acts=_LOOKED_UP)
+    """What rows and gradients travel as: fp32, fp16, bf16, or int8 (each row has its own range)."""
 
 
 _AT_EPOCH_END = Resume("between two epochs", "")
+TwoOrMore = Annotated[int, least(2)]
 _ON_DISK = only_with("entities.placement", "disk")
+_RATIO = Check("a number between 0 and 1", lambda ratio: 0 < ratio < 1)
 MANAGED = "managed_caching"  # FBGEMM's name of the place
 
 
 @dataclass(frozen=True)
-class PlacementOptions:
+class PlacementOptions(Section, prefix="entities.placement_options."):
     """Which share of a table lies in the fastest memory that it uses."""
 
-    parts: int = key(
-        16,
-        "Parts that the table is cut into. Epochs with more parts read and write more.",
-        check=least(2),
-        acts=_ON_DISK,
-        resume=_AT_EPOCH_END,
+    parts: TwoOrMore = key(16, acts=_ON_DISK, resume=_AT_EPOCH_END)
+    """Parts that the table is cut into. Epochs with more parts read and write more."""
+    buffer: TwoOrMore = key(4, acts=_ON_DISK, resume=_AT_EPOCH_END)
+    """Parts in memory at a time, at most as many as there are."""
+    passes: PositiveInt = key(1, acts=_ON_DISK, resume=_AT_EPOCH_END)
+    """Times that an epoch goes through all parts, each time with another share of the triples. More
+    mix the triples better, and read and write as many times as much."""
+    cache_ratio: Annotated[float, _RATIO] = key(
+        0.2, acts=only_with("entities.placement", MANAGED), resume=_AT_EPOCH_END
     )
-    buffer: int = key(
-        4,
-        "Parts in memory at a time, at most as many as there are.",
-        check=least(2),
-        acts=_ON_DISK,
-        resume=_AT_EPOCH_END,
-    )
-    passes: int = key(
-        1,
-        "Times that an epoch goes through all parts, each time with another share of the triples. "
-        "More mix the triples better, and read and write as many times as much.",
-        check=least(1),
-        acts=_ON_DISK,
-        resume=_AT_EPOCH_END,
-    )
-    cache_ratio: float = key(
-        0.2,
-        "Share of the rows in the cache on the GPU.",
-        check=between("a number between 0 and 1", lambda ratio: 0 < ratio < 1),
-        acts=only_with("entities.placement", MANAGED),
-        resume=_AT_EPOCH_END,
-    )
+    """Share of the rows in the cache on the GPU."""
 
 
 @dataclass(frozen=True)
 class TypeTable:
     """Settings of the entities of one type."""
 
-    optimizer: PickedText = key(PICKED, "Optimizer of the table; null: train.optimizer.")
-    lr: PickedFloat = key(
-        PICKED,
-        "Learning rate; null: train.lr, or what suits an optimizer that is given here.",
-        check=positive,
-    )
-    optimizer_options: dict[str, Any] = key(
-        dict, "Options of the optimizer; null: those of train, unless an optimizer is given here."
-    )
-    init: PickedText = key(
-        PICKED, "Distribution of the initial values; null: model.init.", check=choice(*SCALES)
-    )
-    init_scale: PickedFloat = key(
-        PICKED,
-        "Scale of the initial values; null: model.init_scale, or what is usual for an init that is "
-        "given here.",
-        check=positive,
-    )
+    optimizer: Annotated[str, part_name("table_optimizer")] = key(None)
+    """Optimizer of the table; null: train.optimizer."""
+    lr: PositiveFloat = key(None)
+    """Learning rate; null: train.lr, or what suits an optimizer that is given here."""
+    optimizer_options: dict[str, Any] = key(dict)
+    """Options of the optimizer; null: those of train, unless an optimizer is given here."""
+    init: Distribution = key(None)
+    """Distribution of the initial values; null: model.init."""
+    init_scale: PositiveFloat = key(None)
+    """Scale of the initial values; null: model.init_scale, or what is usual for an init that is
+    given here."""
 
 
 @dataclass(frozen=True)
-class EntitiesConfig(Section):
+class EntitiesConfig(Section, prefix="entities."):
     """The backend that holds the entity table."""
 
-    prefix = "entities."
-
-    engine: str = key(
-        "torchrec",
-        "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
-        check=choice("torchrec", "handrolled"),
-    )
-    preset: str = key(
+    engine: Literal["torchrec", "handrolled"] = "torchrec"
+    """torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with)."""
+    preset: Literal["fbgemm", "dicee", "dgl"] = key(
         "fbgemm",
-        "The system whose table optimizer handrolled imitates: fbgemm, dicee (adam), or dgl (adam "
-        "and adagrad).",
-        check=choice(*PRESETS),
         acts=only_with("entities.engine", "handrolled"),
         resume=fixed("it changes what the states of the optimizer mean; start a new run"),
     )
-    exchange: Exchange = field(default_factory=Exchange)
-    placement: str = key(
-        "memory",
-        "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk, "
-        "or managed_caching. disk: some parts are in memory at a time, and candidates are entities "
-        "of these parts. managed_caching: main memory that a GPU reads, with a cache of rows on "
-        "the GPU.",
-        check=choice("memory", "disk", MANAGED),
-        resume=_AT_EPOCH_END,
-    )
-    placement_options: PlacementOptions = field(default_factory=PlacementOptions)
+    """The system whose table optimizer handrolled imitates: fbgemm, dicee (adam), or dgl (adam and
+    adagrad)."""
+    exchange: Exchange = key(Exchange)
+    placement: Literal["memory", "disk", "managed_caching"] = key("memory", resume=_AT_EPOCH_END)
+    """Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk, or
+    managed_caching. disk: some parts are in memory at a time, and candidates are entities of these
+    parts. managed_caching: main memory that a GPU reads, with a cache of rows on the GPU."""
+    placement_options: PlacementOptions = key(PlacementOptions)
     tables: dict[str, Any] | None = key(
         None,
-        "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
-        "0.01}, item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types "
-        "without settings have those of train and model. null: one table of all entities.",
         resume=Resume(
             "learning rates only",
             "types keep their optimizers and initial values; start a new run",
             lambda before, after: _without_rates(before) != _without_rates(after),
         ),
     )
+    """Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: 0.01},
+    item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types without settings
+    have those of train and model. null: one table of all entities."""
 
     @property
     def on_disk(self) -> bool:
@@ -198,8 +155,6 @@ class EntitiesConfig(Section):
         name = f"entities.tables.{kind}"
         values = checked_type((self.tables or {}).get(kind), dict[str, Any] | None, name)
         own: TypeTable = parse_options(TypeTable, values or {}, name)
-        if own.optimizer is not None:
-            check_name("table_optimizer", own.optimizer)
         same = own.optimizer in (None, train.optimizer)
         optimizer = train.optimizer if own.optimizer is None else own.optimizer
         options = own.optimizer_options or (train.optimizer_options if same else {})

@@ -1,14 +1,16 @@
-"""Declare a key of the config: its default, its help, its check, and when it has an effect.
+"""Declare a key of the config: a field of a dataclass, with its help below it.
 
-    batch_size: int = key(512, "Queries scored at once.", check=least(1))
+    accumulation: PositiveInt = 1
+    "Micro-batches per step, for less memory; the result is that of one batch."
 
-The dataclass field is the only place where a key is described. Its help goes into ``train --help``
-and the docs; ``Section`` applies its check; ``check_effects`` refuses a value without effect;
-``check_resume`` refuses a change that a resumed run could not follow.
+The field is the only place where a key is described: its type has the range, and the string below
+it, in triple quotes, is the help of ``train --help``, of the docs and of editors. ``key`` adds when
+it has an effect (``check_effects`` refuses a value without) and whether it may change when a run
+resumes (``check_resume``). ``Section`` checks values.
 
 A field whose default is made by a dataclass is a group of keys, such as ``model.dropout``. A key
 with a ``Part`` holds the options of the class that another key names, such as ``model.options``.
-The fields of that class's ``Options`` may be declared by ``key``, and the same rules hold for them.
+The fields of that class's ``Options`` are declared in the same way, and the same rules hold.
 """
 
 from __future__ import annotations
@@ -21,8 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.options import as_yaml, checked_type, hints, parse_options
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.options import (
+    as_yaml,
+    check_names,
+    checked_type,
+    hints,
+    is_nullable,
+    parse_options,
+)
+from kge_torchrec.config.registry import is_built_in, resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 
@@ -47,18 +56,20 @@ class Condition(NamedTuple):
 
     words: str  # completes "It acts only with ..."
     holds: Callable[[Config, Facts], bool | None]  # None: not known yet
+    key: str = ""  # the other key that decides it, if one does
 
 
 def only_with(other: str, *values: Any) -> Condition:
     """Return the condition that another key has one of these values."""
     listed = " or ".join(as_yaml(value) for value in values)
-    return Condition(f"{other} {listed}", lambda config, _: attrgetter(other)(config) in values)
+    words = f"{other} {listed}"
+    return Condition(words, lambda config, _: attrgetter(other)(config) in values, other)
 
 
 def only_without(other: str, value: Any, words: str = "") -> Condition:
     """Return the condition that another key has any value but this one."""
     said = words or f"{other} other than {as_yaml(value)}"
-    return Condition(said, lambda config, _: attrgetter(other)(config) != value)
+    return Condition(said, lambda config, _: attrgetter(other)(config) != value, other)
 
 
 class Resume(NamedTuple):
@@ -89,29 +100,23 @@ class Part(NamedTuple):
     Args:
         kind: Kind of the part, as in ``registry.KINDS``.
         field: Field of the section that names the part.
-        otherwise: The owner where that field is null.
     """
 
     kind: str
     field: str
-    otherwise: Any = None
 
 
 class Key(NamedTuple):
-    """The metadata of a key's field."""
+    """What ``key`` says of a field."""
 
-    help: str
-    check: Callable[[str, Any], None] | None
-    acts: tuple[Condition, ...]
-    resume: Resume
-    part: Part | None = None  # the owner of the options that the key holds
+    acts: tuple[Condition, ...] = ()
+    resume: Resume = MAY_CHANGE
+    part: Part | None = None
 
 
 def key(
     default: Any,
-    help: str,
     *,
-    check: Callable[[str, Any], None] | None = None,
     acts: Condition | tuple[Condition, ...] = (),
     resume: Resume = MAY_CHANGE,
     part: Part | None = None,
@@ -119,23 +124,20 @@ def key(
     """Return a dataclass field for a key of the config.
 
     Args:
-        default: Its default; a type, such as dict, makes a new empty one for each config.
-        help: One sentence for people, with the values it takes.
-        check: Raises ConfigError for a bad value; takes the dotted key and a value other than null.
+        default: Its default; a type, such as dict, makes a new one for each config.
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
         part: The owner of the options that it holds.
     """
-    conditions = (acts,) if isinstance(acts, Condition) else acts
-    metadata = {"key": Key(help, check, conditions, resume, part)}
+    metadata = {"key": Key((acts,) if isinstance(acts, Condition) else acts, resume, part)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def key_of(item: Field[Any]) -> Key:
-    """Return the description of a field."""
-    return item.metadata["key"]
+    """Return what ``key`` says of a field."""
+    return item.metadata.get("key", Key())
 
 
 def group_of(item: Field[Any]) -> Any:
@@ -144,61 +146,50 @@ def group_of(item: Field[Any]) -> Any:
     return made_by if hasattr(made_by, "__dataclass_fields__") else None
 
 
-def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a dataclass of keys with some values, by dotted key, and defaults for the others.
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of no part."""
 
-    Raises:
-        ConfigError: A value has a wrong type or is out of range.
-    """
-    made: dict[str, Any] = {}
-    for item in fields(cls):
-        name, group = prefix + item.name, group_of(item)
-        if group is not None:
-            made[item.name] = build(group, values, f"{name}.")
-        elif name in values:
-            value, part = values[name], key_of(item).part
-            if part is None or not isinstance(value, Mapping):
-                value = checked_type(value, hints(cls)[item.name], name)
-            made[item.name] = value  # the part that a section names types its options
-    return cls(**made)
+    name = "data.reader null"  # no other part may be null
 
 
 class Section:
-    """Base of a section of keys: checks the values when it is made, and types options of parts.
+    """Base of a group of keys: gives its values their types and checks them when it is made.
 
-    Raises ConfigError for a value that is out of range, and for an unknown option.
+    A mapping is taken for a group too, and the options of a part are those of its class. Raises
+    ConfigError for a value of a wrong type or out of range, and for an unknown option.
     """
 
     prefix = ""  # name of the section and a dot
 
-    def __post_init__(self) -> None:
-        self._check_values(self, self.prefix)
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls.prefix = prefix
 
-    def _check_values(self, group: Any, prefix: str) -> None:
-        for item in fields(group):
-            name, value, made_by = prefix + item.name, getattr(group, item.name), group_of(item)
-            if made_by is not None:
-                if isinstance(value, Mapping):  # as Python code may give it
-                    value = parse_options(made_by, value, name)
-                    object.__setattr__(group, item.name, value)
-                if not isinstance(value, Section):
-                    self._check_values(value, f"{name}.")
-            elif "key" in item.metadata:
-                rules = key_of(item)
-                if rules.check is not None and value is not None:
-                    rules.check(name, value)
-                if rules.part is not None and value:
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for item in fields(cls):
+            name, value, group = self.prefix + item.name, getattr(self, item.name), group_of(item)
+            if group is not None:
+                if isinstance(value, Mapping):
+                    check_names(group, value, name, name)
+                    value = group(**value)
+            elif value is not item.default:
+                value = checked_type(value, hints(cls)[item.name], name)
+            if (part := key_of(item).part) is not None:
+                owner = getattr(self, part.field)
+                # a foreign class may have an option without a default
+                if value or not (owner is None or is_built_in(part.kind, owner)):
                     chosen = [option for option in value if value[option] is not None]
                     options = self.options_in(item.name)
                     value = {option: getattr(options, option) for option in chosen}
-                    object.__setattr__(group, item.name, value)
+            object.__setattr__(self, item.name, value)
 
     def options_in(self, name: str) -> Any:
         """Return the options of a part that a field holds, with defaults, as its ``Options``."""
         part = key_of(self.__dataclass_fields__[name]).part  # type: ignore[attr-defined]
         assert part is not None
         named = getattr(self, part.field)
-        owner = part.otherwise if named is None else resolve(part.kind, named)
+        owner = NoOptions if named is None else resolve(part.kind, named)
         return parse_options(owner, getattr(self, name), f"{self.prefix}{name}")
 
 
@@ -215,12 +206,19 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
     return results
 
 
-def type_of(cls: Any, name: str) -> Any:
-    """Return the type of a dotted key of a config class."""
+@cache
+def resolved_keys(cls: Any) -> tuple[str, ...]:
+    """Return the keys whose default is null and whose type has no null: ``sizing`` chooses one."""
+    nulls = (name for name, item in declared(cls).items() if item.default is None)
+    return tuple(name for name in nulls if not is_nullable(*owner_of(cls, name)))
+
+
+def owner_of(cls: Any, name: str) -> tuple[Any, str]:
+    """Return the class that has the field of a dotted key, and the name of the field."""
     *groups, own = name.split(".")
     for group in groups:
         cls = group_of(cls.__dataclass_fields__[group])
-    return hints(cls)[own]
+    return cls, own
 
 
 def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
@@ -255,7 +253,7 @@ def without_effect(
         settings = [(key, value, known[key])]
         options = _options(config, key) if value else None
         for item in () if options is None else fields(options):
-            if item.name in value and "key" in item.metadata:
+            if item.name in value:
                 settings.append((f"{key}.{item.name}", getattr(options, item.name), item))
         for name, own, item in settings:
             failing = (x for x in key_of(item).acts if x.holds(config, facts) is False)

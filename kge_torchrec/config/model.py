@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal
 
 from kge_torchrec.config.checks import (
-    PICKED,
     ConfigError,
-    PickedFloat,
-    PickedInt,
-    PickedText,
-    check_share,
-    choice,
-    least,
-    not_negative,
-    positive,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Share,
 )
 from kge_torchrec.config.keys import Part, Section, default_of, fixed, key, only_with, only_without
 from kge_torchrec.config.options import parse_options
-from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
-from kge_torchrec.config.sizing import SCALES
+from kge_torchrec.config.registry import KINDS, canonical, part_name, resolve
+from kge_torchrec.config.sizing import Distribution
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 
@@ -29,115 +24,64 @@ _FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
 
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(Section, prefix="model.dropout."):
     """Dropout probabilities."""
 
-    entity: float = key(
-        0.0,
-        "Dropout probability for entity embeddings, of queries and candidates.",
-        check=check_share,
-    )
-    relation: float = key(0.0, "Dropout probability for relation embeddings.", check=check_share)
-    input: float = key(
-        0.0,
-        "Further dropout probability for the entity and relation of a query.",
-        check=check_share,
-    )
-    hidden: float = key(
-        0.0,
-        "Dropout probability for encoded queries and for the hidden layers of networks.",
-        check=check_share,
-    )
+    entity: Share = 0.0
+    """Dropout probability for entity embeddings, of queries and candidates."""
+    relation: Share = 0.0
+    """Dropout probability for relation embeddings."""
+    input: Share = 0.0
+    """Further dropout probability for the entity and relation of a query."""
+    hidden: Share = 0.0
+    """Dropout probability for encoded queries and for the hidden layers of networks."""
 
 
 @dataclass(frozen=True)
-class Vectors:
+class Vectors(Section, prefix="model.init_options."):
     """Options of ``model.init_from``."""
 
-    width: str = key(
-        "refuse",
-        "Vectors whose width is not model.dim: refuse them; project them by a random "
-        "orthonormal matrix (random) or onto principal components (pca).",
-        check=choice("refuse", "random", "pca"),
-        acts=_FROM_VECTORS,
-        resume=INITIAL,
-    )
-    frozen: bool = key(
-        False,
-        "Keep entities of model.init_from at their initial values.",
-        acts=_FROM_VECTORS,
-        resume=INITIAL,
-    )
+    width: Literal["refuse", "random", "pca"] = key("refuse", acts=_FROM_VECTORS, resume=INITIAL)
+    """Vectors whose width is not model.dim: refuse them; project them by a random orthonormal
+    matrix (random) or onto principal components (pca)."""
+    frozen: bool = key(False, acts=_FROM_VECTORS, resume=INITIAL)
+    """Keep entities of model.init_from at their initial values."""
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section):
+class ModelConfig(Section, prefix="model."):
     """The scorer and its parameters."""
 
-    prefix = "model."
-
-    scorer: str = key(
-        "complex",
-        "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
-        f"{', '.join(SCORER_NAMES)}.",
-        resume=fixed(),
-    )
-    dim: PickedInt = key(
-        PICKED,
-        "Elements per entity row (complex: dim / 2 complex numbers); null: chosen by size.",
-        check=least(1),
-        resume=fixed(),
-    )
-    reciprocal: bool = key(
-        True,
-        "Give every relation an inverse for head queries (Lacroix et al. 2018).",
-        resume=fixed(),
-    )
-    init: PickedText = key(
-        PICKED,
-        "Distribution of the initial values: normal, uniform, xavier_normal or xavier_uniform; "
-        "null: what suits the scorer.",
-        check=choice(*SCALES),
-        resume=INITIAL,
-    )
-    init_scale: PickedFloat = key(
-        PICKED,
-        "Standard deviation (normal), half width (uniform) or gain (xavier) of the initial values; "
-        "null: what suits the scorer and model.init.",
-        check=positive,
-        resume=INITIAL,
-    )
-    normalization: str = key(
-        "none",
-        "none; unit (entities have Euclidean length 1); or layer (a LayerNorm of entities and one "
-        "of relations).",
-        check=choice("none", "unit", "layer"),
-        resume=fixed(),
-    )
-    biases: bool = key(
-        False,
-        "Learn a head bias and a tail bias per entity (Chami et al. 2020): the last two of its "
-        "model.dim elements, initially 0.",
-        resume=fixed(),
-    )
-    dropout: Dropout = field(default_factory=Dropout)
-    options: dict[str, Any] = key(
-        dict,
-        "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
-        resume=fixed(),
-        part=Part("scorer", "scorer"),
-    )
-    init_from: str | None = key(
-        None,
-        "Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a "
-        ".txt of labels, .safetensors or .parquet).",
-        resume=INITIAL,
-    )
-    init_options: Vectors = field(default_factory=Vectors)
+    scorer: Annotated[str, part_name("scorer")] = key("complex", resume=fixed())
+    """Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names:
+    SCORER_NAMES."""
+    dim: PositiveInt = key(None, resume=fixed())
+    """Elements per entity row (complex: dim / 2 complex numbers); null: chosen by size."""
+    reciprocal: bool = key(True, resume=fixed())
+    """Give every relation an inverse for head queries (Lacroix et al. 2018)."""
+    init: Distribution = key(None, resume=INITIAL)
+    """Distribution of the initial values: normal, uniform, xavier_normal or xavier_uniform; null:
+    what suits the scorer."""
+    init_scale: PositiveFloat = key(None, resume=INITIAL)
+    """Standard deviation (normal), half width (uniform) or gain (xavier) of the initial values;
+    null: what suits the scorer and model.init."""
+    normalization: Literal["none", "unit", "layer"] = key("none", resume=fixed())
+    """none; unit (entities have Euclidean length 1); or layer (a LayerNorm of entities and one of
+    relations)."""
+    biases: bool = key(False, resume=fixed())
+    """Learn a head bias and a tail bias per entity (Chami et al. 2020): the last two of its
+    model.dim elements, initially 0."""
+    dropout: Dropout = key(Dropout)
+    options: dict[str, Any] = key(dict, resume=fixed(), part=Part("scorer", "scorer"))
+    """Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them."""
+    init_from: str | None = key(None, resume=INITIAL)
+    """Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a .txt
+    of labels, .safetensors or .parquet)."""
+    init_options: Vectors = key(Vectors)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scorer", canonical(self.scorer))
-        check_name("scorer", self.scorer)
+        if isinstance(self.scorer, str):
+            object.__setattr__(self, "scorer", canonical(self.scorer))
         super().__post_init__()
         if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
             self._check_scorer()  # loads torch, which a help text of defaults does without
@@ -160,42 +104,26 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True)
-class LossConfig(Section):
+class LossConfig(Section, prefix="loss."):
     """The loss of a query and the penalties on touched rows."""
 
-    prefix = "loss."
-
-    name: str = key(
-        "softmax",
-        "softmax (cross-entropy over the candidates), bce (logistic), margin, self_adversarial, "
-        "bpr, or package.module:Class.",
-    )
-    n3: PickedFloat = key(
-        PICKED,
-        "Weight of the nuclear 3-norm penalty; null: chosen from the triples per entity for "
-        "softmax with a linear scorer, otherwise 0.",
-        check=not_negative,
-    )
-    relation_weight: PickedFloat = key(
-        PICKED,
-        "Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number "
-        "of relations for softmax training with a linear scorer, otherwise 0.",
-        check=not_negative,
-    )
-    regularizers: dict[str, Any] = key(
-        dict,
-        "Other penalties, each with its weight or its options, such as {l2: 0.01, dura: 0.05}; "
-        "`kge-torchrec list regularizer` lists them.",
-    )
-    options: dict[str, Any] = key(
-        dict,
-        "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
-        "loss` lists them.",
-        part=Part("loss", "name"),
-    )
+    name: Annotated[str, part_name("loss")] = "softmax"
+    """softmax (cross-entropy over the candidates), bce (logistic), margin, self_adversarial, bpr,
+    or package.module:Class."""
+    n3: NonNegativeFloat = key(None)
+    """Weight of the nuclear 3-norm penalty; null: chosen from the triples per entity for softmax
+    with a linear scorer, otherwise 0."""
+    relation_weight: NonNegativeFloat = key(None)
+    """Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number of
+    relations for softmax training with a linear scorer, otherwise 0."""
+    regularizers: dict[str, Any] = key(dict)
+    """Other penalties, each with its weight or its options, such as {l2: 0.01, dura: 0.05};
+    `kge-torchrec list regularizer` lists them."""
+    options: dict[str, Any] = key(dict, part=Part("loss", "name"))
+    """Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list
+    loss` lists them."""
 
     def __post_init__(self) -> None:
-        check_name("loss", self.name)
         super().__post_init__()
         if self.name != "softmax":
             self.loss_options()  # loads torch, which a help text of defaults does without
@@ -241,38 +169,25 @@ _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
 
 
 @dataclass(frozen=True)
-class DenseOptions:
+class DenseOptions(Section, prefix="dense.options."):
     """Options of the dense parameters' wrapper."""
 
-    sharding: str = key(
-        "full",
-        "full holds whole parameters only while a forward or a backward runs; grad_op from forward "
-        "to the end of backward.",
-        check=choice("full", "grad_op"),
-        acts=_IN_PARTS,
-    )
-    replicas: int | None = key(
-        None,
-        "Groups of ranks that each hold all parameters; null: each host is one.",
-        check=least(1),
-        acts=only_with("dense.wrapper", "hybrid"),
-    )
-    cpu_offload: bool = key(
-        False, "Keep parts, their gradients and optimizer state in main memory.", acts=_IN_PARTS
-    )
+    sharding: Literal["full", "grad_op"] = key("full", acts=_IN_PARTS)
+    """full holds whole parameters only while a forward or a backward runs; grad_op from forward to
+    the end of backward."""
+    replicas: PositiveInt | None = key(None, acts=only_with("dense.wrapper", "hybrid"))
+    """Groups of ranks that each hold all parameters; null: each host is one."""
+    cpu_offload: bool = key(False, acts=_IN_PARTS)
+    """Keep parts, their gradients and optimizer state in main memory."""
 
 
 @dataclass(frozen=True)
-class DenseConfig(Section):
+class DenseConfig(Section, prefix="dense."):
     """The distribution of the dense parameters (all parameters of the scorer) over the ranks."""
 
-    prefix = "dense."
-
-    wrapper: str = key(
-        "auto",
-        "none (one rank); ddp (every rank holds all); fsdp (each holds a part); hybrid (parts "
-        "within groups); auto: none or ddp, by number of ranks.",
-        check=choice("auto", "none", "ddp", "fsdp", "hybrid"),
-    )
-    compile: bool = key(False, "Compile scorer and loss with torch.compile.")
-    options: DenseOptions = field(default_factory=DenseOptions)
+    wrapper: Literal["auto", "none", "ddp", "fsdp", "hybrid"] = "auto"
+    """none (one rank); ddp (every rank holds all); fsdp (each holds a part); hybrid (parts within
+    groups); auto: none or ddp, by number of ranks."""
+    compile: bool = False
+    """Compile scorer and loss with torch.compile."""
+    options: DenseOptions = key(DenseOptions)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.checks import Check, ConfigError, one_of
 from kge_torchrec.config.yaml_file import parse_yaml
 
 _NAMES = {
@@ -29,7 +29,25 @@ _NAMES = {
     dict: "a mapping",
     NoneType: "null",
 }
-hints = cache(get_type_hints)  # {field: type} of a dataclass
+
+
+@cache
+def hints(cls: Any) -> dict[str, Any]:
+    """Return {field: type} of a dataclass. A field whose default is null takes null.
+
+    ``sizing`` chooses a number for such a null before anything else reads the field, so that its
+    type need not say it: ``dim: int = key(None)``.
+    """
+    types = dict(get_type_hints(cls, include_extras=True))
+    for item in fields(cls):
+        if item.default is None:
+            types[item.name] = types[item.name] | None
+    return types
+
+
+def is_nullable(cls: Any, name: str) -> bool:
+    """Return whether the type of a field says that it may be null."""
+    return NoneType in members(get_type_hints(cls, include_extras=True)[name])
 
 
 class Typed(str):
@@ -42,6 +60,8 @@ def in_words(hint: Any) -> str:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(map(in_words, get_args(hint)))
+    if get_origin(hint) is Annotated:
+        return in_words(hint.__origin__)
     return _NAMES.get(get_origin(hint) or hint, str(hint))
 
 
@@ -61,25 +81,47 @@ def checked_type(value: Any, hint: Any, key: str) -> Any:
     """Return the value of a key in its type.
 
     Raises:
-        ConfigError: It has another type.
+        ConfigError: It has another type, or a check of the type refuses it.
     """
+    kinds, checks = members(hint), checks_of(hint)
     try:
-        return _converted(value, members(hint))
+        converted = _converted(value, kinds)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     except TypeError:
         pass
+    else:
+        for check in checks if converted is not None else ():
+            check(key, converted)
+        return converted
     if value is None:
         raise ConfigError(f"{key} has no value; write one, or leave the key out")
+    for kind in kinds:
+        if get_origin(kind) is Literal and isinstance(value, str):
+            one_of(key, value, get_args(kind))
     quote = ""
-    if str in members(hint) and not isinstance(value, str | list | dict):
+    if str in kinds and not isinstance(value, str | list | dict):
         quote = "; write text in quotes"
     raise ConfigError(f"{key} must be {in_words(hint)}, got {as_yaml(value)}{quote}")
 
 
+@cache
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    """Return the types of a union, or the type itself, without their checks."""
+    if get_origin(hint) is Annotated:
+        return members(hint.__origin__)
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(kind for part in get_args(hint) for kind in members(part))
+    return (hint,)
+
+
+@cache
+def checks_of(hint: Any) -> tuple[Check, ...]:
+    """Return the checks of a type."""
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return tuple(check for part in parts for check in checks_of(part))
 
 
 def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
@@ -143,6 +185,14 @@ def settings_of(owner: Any) -> Any:
     return getattr(owner, "Options", owner)
 
 
+def check_names(settings: Any, names: Iterable[str], key: str, of: str) -> None:
+    """Raise ConfigError for a name that is no field of the options of something."""
+    known = [item.name for item in fields(settings)]
+    for name in sorted(set(names) - set(known), key=str):
+        has = f"has {', '.join(known)}" if known else "has none"
+        raise ConfigError(f"{key}.{name} is no option of {of}, which {has}")
+
+
 def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
     """Return the options of a class with some values; null takes the default.
 
@@ -159,23 +209,15 @@ def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
     if not hasattr(settings, "__dataclass_fields__"):
         raise ConfigError(f"{key}: {of}.Options must be a dataclass")
     chosen = {name: value for name, value in values.items() if value is not None}
-    known = [item.name for item in fields(settings)]
-    for name in sorted(chosen.keys() - set(known), key=str):
-        has = f"has {', '.join(known)}" if known else "has none"
-        raise ConfigError(f"{key}.{name} is no option of {of}, which {has}")
+    check_names(settings, chosen, key, of)
     for item in fields(settings):
         if item.name not in chosen and item.default is item.default_factory is MISSING:
             raise ConfigError(f"{key}.{item.name}: {of} has no default for it; set it")
     for name, value in chosen.items():
         chosen[name] = checked_type(value, hints(settings)[name], f"{key}.{name}")
     try:
-        options = settings(**chosen)
+        return settings(**chosen)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
-    for item in fields(settings):
-        value, rules = getattr(options, item.name), item.metadata.get("key")
-        if rules is not None and rules.check is not None and value is not None:
-            rules.check(f"{key}.{item.name}", value)
-    return options

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import Config, ConfigError, DataConfig, all_keys
+from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
 from kge_torchrec.config.keys import (
     Facts,
-    build,
     check_effects,
     declared,
     default_of,
+    key_of,
     without_effect,
 )
 from kge_torchrec.config.options import Typed, as_yaml, checked_type
 from kge_torchrec.config.registry import check_imports
-from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import Lined, plain, read_lined
 
@@ -111,7 +109,7 @@ class Settings:
         self.places[name] = place
         default = default_of(declared(Config)[key])
         if name == key:
-            if place and value is None and default is not None:
+            if value is None and default is not None:
                 raise ConfigError(f"{name} has no value; write one, or leave the key out")
             if isinstance(default, dict) and isinstance(value, Typed):
                 value = checked_type(value, Any, name)
@@ -125,17 +123,27 @@ class Settings:
             raise ConfigError(f"{name}: {key} is no mapping")
         options[last] = value
 
+    def keys(self, of_file: bool) -> set[str]:
+        """Return the keys whose values, or values of options, are those of the file, or others."""
+        return {_holder(name) for name, place in self.places.items() if bool(place) == of_file}
+
     def config(self) -> Config:
         """Return the config with these values, and defaults for the others.
 
         Raises:
             ConfigError: A value has a wrong type or is out of range, or values contradict.
         """
+        nested: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *groups, last = key.split(".")
+            group = nested
+            for name in groups:
+                group = group.setdefault(name, {})
+            group[last] = value
         try:
-            config: Config = build(Config, self.values)
+            return Config(**nested)
         except ConfigError as error:
             raise self.placed(error) from None
-        return config
 
     def placed(self, error: ConfigError) -> ConfigError:
         """Return an error with the place of the key that its message begins with."""
@@ -195,29 +203,22 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     """
     file = None if path is None else find_config(path)
     settings = Settings(file)
-    from_file, given = set(settings.values), set(Settings(None, overrides).values)
     if path is not None and file is not None and is_of_run(path):
         check_imports(settings.values, file)
         settings.add(_OF_A_RUN)
     settings.add(overrides)
-    config = _decided(settings.config(), from_file, given)
+    given = settings.keys(of_file=False)
+    config = _decided(settings.config(), settings.keys(of_file=True), given)
+    # A file leaves a value without effect where the command line takes the effect from it, as
+    # `train demo --negatives.regime kvsall` does, and where `Config.save` has filled in all nulls.
+    is_saved = settings.values.keys() >= set(all_keys())
     for key, reason in without_effect(config, Facts()).items():
-        if key not in PICKED or key in given or _is_idle_in(file, from_file, key):
-            raise settings.placed(ConfigError(reason))
+        if key in RESOLVED_KEYS and key not in given:
+            acts_with = {condition.key for condition in key_of(declared(Config)[key]).acts}
+            if is_saved or acts_with & given:
+                continue
+        raise settings.placed(ConfigError(reason))
     return config
-
-
-def _is_idle_in(file: Path | None, keys: set[str], key: str) -> bool:
-    """Return whether a resolved key has no effect in a file that a user wrote.
-
-    A command line may take the effect from a key of a file: `train demo --negatives.regime kvsall`.
-    ``Config.save`` writes every key, with numbers for all that were null.
-    """
-    if file is None or keys.issuperset(all_keys()):
-        return False
-    with contextlib.suppress(ConfigError):  # what the command line mends
-        return key in without_effect(Settings(file).config(), Facts())
-    return False
 
 
 def _decided(config: Config, from_file: Collection[str], given: Collection[str]) -> Config:

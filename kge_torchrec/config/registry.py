@@ -14,7 +14,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,9 +141,14 @@ def canonical(name: str) -> str:
     return name if ":" in name or "." in name else name.lower().replace("-", "_")
 
 
-def check_name(kind: str, name: str) -> None:
-    """Raise ConfigError unless the name is known or an import path; import nothing."""
-    key, names = KINDS[kind].key, tuple(KINDS[kind].ours)
+def part_name(kind: str) -> Callable[[str, str], None]:
+    """Return the check of a key that names a part of a kind; it imports nothing."""
+    return lambda key, name: check_name(kind, name, key)
+
+
+def check_name(kind: str, name: str, key: str) -> None:
+    """Raise ConfigError unless the name is known or an import path."""
+    names = tuple(KINDS[kind].ours)
     module, _, cls = name.partition(":")
     is_path = all(word.isidentifier() for word in (*module.split("."), *cls.split(".")))
     if name in names or is_path:
@@ -160,7 +165,7 @@ def resolve(kind: str, name: str) -> Any:
         ConfigError: The name is unknown, the class cannot be imported, or it is not of this kind.
             The message names the key.
     """
-    check_name(kind, name)
+    check_name(kind, name, KINDS[kind].key)
     loaded = _loaded(KINDS[kind].key, KINDS[kind].ours.get(name, name))
     base = _loaded(KINDS[kind].key, KINDS[kind].base)
     if not (inspect.isclass(loaded) and issubclass(loaded, base)):

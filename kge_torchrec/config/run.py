@@ -2,80 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from kge_torchrec.config.checks import check_url, choice, least
+from kge_torchrec.config.checks import NonNegativeInt, PositiveInt, check_url
 from kge_torchrec.config.keys import PER_START, Resume, Section, fixed, key
 
 
 @dataclass(frozen=True)
-class Intervals:
+class Intervals(Section, prefix="checkpoint.every."):
     """Intervals of checkpoints."""
 
-    epochs: int = key(
-        1, "Epochs between checkpoints; 0: only the best and the last.", check=least(0)
-    )
-    steps: int = key(0, "Steps between checkpoints within an epoch; 0: none.", check=least(0))
+    epochs: NonNegativeInt = 1
+    """Epochs between checkpoints; 0: only the best and the last."""
+    steps: NonNegativeInt = 0
+    """Steps between checkpoints within an epoch; 0: none."""
 
 
 @dataclass(frozen=True)
-class SavingOptions:
+class SavingOptions(Section, prefix="checkpoint.options."):
     """How checkpoints are written."""
 
-    background: bool = key(
-        True,
-        "Write a checkpoint of 64 MiB per rank or more while training continues: a thread writes a "
-        "copy of table and optimizer state, if one fits into free main memory. Otherwise training "
-        "waits.",
-    )
-    copy_to: str | None = key(
-        None,
-        "URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to "
-        "while it trains, from which another machine can resume it; null: none.",
-        check=check_url,
-    )
+    background: bool = True
+    """Write a checkpoint of 64 MiB per rank or more while training continues: a thread writes a
+    copy of table and optimizer state, if one fits into free main memory. Otherwise training
+    waits."""
+    copy_to: Annotated[str, check_url] | None = None
+    """URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to
+    while it trains, from which another machine can resume it; null: none."""
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, prefix="checkpoint."):
     """The checkpoints of a run."""
 
-    prefix = "checkpoint."
-
-    every: Intervals = field(default_factory=Intervals)
-    options: SavingOptions = field(default_factory=SavingOptions)
-    keep: int = key(2, "Checkpoints kept besides the best one.", check=least(1))
+    every: Intervals = key(Intervals)
+    options: SavingOptions = key(SavingOptions)
+    keep: PositiveInt = 2
+    """Checkpoints kept besides the best one."""
 
 
 @dataclass(frozen=True)
-class Trackers:
+class Trackers(Section, prefix="run.trackers."):
     """Trackers of a run's metrics."""
 
-    tensorboard: bool = key(
-        False, "Write TensorBoard events beside metrics.jsonl.", resume=PER_START
-    )
-    wandb: str | None = key(
-        None, "Project of Weights & Biases that gets the metrics too; null: none.", resume=PER_START
-    )
+    tensorboard: bool = key(False, resume=PER_START)
+    """Write TensorBoard events beside metrics.jsonl."""
+    wandb: str | None = key(None, resume=PER_START)
+    """Project of Weights & Biases that gets the metrics too; null: none."""
 
 
 @dataclass(frozen=True)
-class RunConfig(Section):
+class RunConfig(Section, prefix="run."):
     """The run folder."""
 
-    prefix = "run."
-
     dir: str | None = key(
-        None,
-        "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race "
-        "runs/default-TIME).",
-        resume=fixed("a run stays in its folder; move the folder, or start a new run"),
+        None, resume=fixed("a run stays in its folder; move the folder, or start a new run")
     )
-    resume: str = key(
+    """Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race
+    runs/default-TIME)."""
+    resume: Literal["never", "auto", "require"] = key(
         "never",
-        "Where run.dir holds a run already: never refuses; auto resumes it if its config is the "
-        "same; require refuses to start a new one.",
-        check=choice("never", "auto", "require"),
         resume=Resume(
             "no",
             "`train --resume` resumes in any case; leave it out",
@@ -83,9 +70,8 @@ class RunConfig(Section):
             per_start=True,
         ),
     )
-    progress: bool = key(
-        True,
-        "Show progress bars on rank 0; the lines of epochs and validations stay.",
-        resume=PER_START,
-    )
-    trackers: Trackers = field(default_factory=Trackers)
+    """Where run.dir holds a run already: never refuses; auto resumes it if its config is the same;
+    require refuses to start a new one."""
+    progress: bool = key(True, resume=PER_START)
+    """Show progress bars on rank 0; the lines of epochs and validations stay."""
+    trackers: Trackers = key(Trackers)

@@ -12,15 +12,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from kge_torchrec.config.keys import declared, default_of, replace_keys
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
-SIZES = ("small", "base", "large")
-DEFAULTS = ("race", "rules")
 # A race decides the keys of these sections but the free ones.  A value in one of them decides it.
 _RACED = ("model", "loss", "negatives", "train")
 _FREE = ("model.dim", "train.precision", "train.pipeline", "train.batches", "train.log_every")
@@ -31,6 +29,7 @@ _RATES = {"adam": 0.003, "rowwise_adam": 0.003, "sgd": 0.5}  # adagrad and other
 
 # The usual scale of a distribution of initial values.
 SCALES = {"normal": 0.001, "uniform": 0.25, "xavier_normal": 1.0, "xavier_uniform": 1.0}
+Distribution = Literal["normal", "uniform", "xavier_normal", "xavier_uniform"]
 
 # Entities from which a row has half the numbers, since memory decides: 10M x 128 with Adagrad's
 # state are 10 GB.
@@ -65,24 +64,6 @@ class GraphSize:
         return self.triples / max(1, self.entities)
 
 
-KEYS = (
-    "model.dim",
-    "model.init",
-    "model.init_scale",
-    "loss.n3",
-    "loss.relation_weight",
-    "negatives.count",
-    "negatives.among",
-    "train.epochs",
-    "train.batch_size",
-    "train.lr",
-    "evaluation.every",
-    "evaluation.patience",
-    "evaluation.max_triples",
-    "evaluation.candidates",
-)
-
-
 def is_raced(key: str) -> bool:
     """Return whether a race decides a key, where no key of this kind is given."""
     return key.partition(".")[0] in _RACED and key not in _FREE
@@ -108,7 +89,7 @@ def decided_by(config: Config) -> str | None:
 
 
 def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
-    """Return the config with a value for every null key of ``KEYS``."""
+    """Return the config with a value for every key whose null stands for one."""
     model, loss, negatives = config.model, config.loss, config.negatives
     scorer = resolve("scorer", model.scorer)
     is_linear = scorer.relation_query is not None  # one product scores all relations

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
-from kge_torchrec.config.keys import key
+from kge_torchrec.config.checks import ConfigError, NonNegativeFloat, PositiveFloat, check
 from kge_torchrec.config.registry import construct, resolve
 
 if TYPE_CHECKING:
@@ -93,9 +92,6 @@ class RowOptimizer:
         return ["momentum1", *(state.name for state in cls.states[1:])][: len(cls.states)]
 
 
-_WEIGHT_DECAY = "Weight decay of touched rows: decoupled for the Adams, L2 for rowwise_adagrad."
-
-
 def _decay_rate(key: str, value: float) -> None:
     check(0 <= value < 1, key, "in [0, 1)", value)
     small = value < 1 - 2**-25  # what is not rounds to 1 in float32, where steps are taken
@@ -123,7 +119,8 @@ class Adagrad(RowOptimizer):
     class Options:
         """Settings of Adagrad."""
 
-        eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
+        eps: PositiveFloat = 1e-8
+        """Epsilon, added outside the root."""
 
     eps: float
     states = (State("sum"),)
@@ -147,7 +144,8 @@ class RowwiseAdagrad(RowOptimizer):
     class Options(Adagrad.Options):
         """Settings of row-wise Adagrad."""
 
-        weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
+        weight_decay: NonNegativeFloat = 0.0
+        """Weight decay of touched rows: decoupled for the Adams, L2 for rowwise_adagrad."""
 
     eps: float
     weight_decay: float
@@ -179,10 +177,14 @@ class Adam(RowOptimizer):
     class Options:
         """Settings of Adam."""
 
-        beta1: float = key(0.9, "Decay rate of the first moment.", check=_decay_rate)
-        beta2: float = key(0.999, "Decay rate of the second moment.", check=_decay_rate)
-        eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
-        weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
+        beta1: Annotated[float, _decay_rate] = 0.9
+        """Decay rate of the first moment."""
+        beta2: Annotated[float, _decay_rate] = 0.999
+        """Decay rate of the second moment."""
+        eps: PositiveFloat = 1e-8
+        """Epsilon, added outside the root."""
+        weight_decay: NonNegativeFloat = 0.0
+        """Weight decay of touched rows: decoupled for the Adams, L2 for rowwise_adagrad."""
 
     beta1: float
     beta2: float

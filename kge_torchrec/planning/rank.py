@@ -331,7 +331,7 @@ class Rank:
         """Exponent of degree sampling; None for uniform sampling."""
         negatives = self.config.negatives
         sampler = resolve("negative_sampler", negatives.sampling)
-        return sampler.frequency_power(negatives.sampler_options())
+        return sampler.frequency_power(negatives.options_in("options"))
 
     @cached_property
     def batch(self) -> Batch:

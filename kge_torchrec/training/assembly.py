@@ -226,7 +226,7 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
 
 def table_optimizer(train: TrainConfig, preset: str = "fbgemm") -> RowOptimizer:
     """Make the table's optimizer from the config."""
-    options = vars(train.row_optimizer_options())
+    options = vars(train.options_in("optimizer_options"))
     return make_optimizer(train.optimizer, train.lr, preset, **options)
 
 
@@ -365,7 +365,7 @@ def _sampler(config: Config, store: TripleStore, processes: Processes) -> Negati
     """Return the sampler of a run's candidates."""
     negatives, triples = config.negatives, config.negatives.regime == "sampled"
     named = resolve("negative_sampler", negatives.sampling)
-    sampler: NegativeSampler = named.of(store, negatives.sampler_options())
+    sampler: NegativeSampler = named.of(store, negatives.options_in("options"))
     sides = sides_of(negatives.sides)
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:

@@ -12,9 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config import RESOLVED_KEYS, Config, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, replace_keys, without_effect
-from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank

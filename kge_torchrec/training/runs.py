@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError
 from kge_torchrec.config.keys import (
     changed_keys,
     check_effects,
@@ -23,7 +23,6 @@ from kge_torchrec.config.keys import (
     key_of,
 )
 from kge_torchrec.config.parser import Overrides, config_from_dict
-from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.report import leak_notes

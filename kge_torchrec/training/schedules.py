@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from kge_torchrec.config.checks import between, least, not_negative
+from kge_torchrec.config.checks import Check, NonNegativeFloat, NonNegativeInt, PositiveInt
 from kge_torchrec.config.keys import key, only_without
 from kge_torchrec.config.registry import construct
 from kge_torchrec.config.training import TrainConfig
 
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
-_DECAY = "Factor of the learning rate per epoch (exponential) or at a plateau."
-_decay = between("in (0, 1]", lambda factor: 0 < factor <= 1)
+_FACTOR = Check("in (0, 1]", lambda factor: 0 < factor <= 1)
 
 
 class Schedule:
@@ -40,7 +39,7 @@ class Schedule:
         return construct(
             "schedule",
             train.schedule,
-            train.scheduler_options(),
+            train.options_in("schedule_options"),
             train.warmup_steps,
             max(1, train.epochs * steps_per_epoch),
             steps_per_epoch,
@@ -93,12 +92,9 @@ class Cosine(Schedule):
     class Options:
         """Settings of the schedule."""
 
-        cycles: int = key(
-            1,
-            "Number of times that the rate falls, in equal parts of the training; it is 1 again "
-            "after each.",
-            check=least(1),
-        )
+        cycles: PositiveInt = 1
+        """Number of times that the rate falls, in equal parts of the training; it is 1 again after
+        each."""
 
     def after_warmup(self, done: float, epoch: int, plateaus: int) -> float:
         fallen = min(1.0, done) * self.options.cycles
@@ -114,7 +110,8 @@ class Exponential(Schedule):
     class Options:
         """Settings of the schedule."""
 
-        decay: float = key(0.95, _DECAY, check=_decay)
+        decay: Annotated[float, _FACTOR] = 0.95
+        """Factor of the learning rate per epoch (exponential) or at a plateau."""
 
     def after_warmup(self, done: float, epoch: int, plateaus: int) -> float:
         return self.options.decay**epoch
@@ -124,19 +121,13 @@ class Plateau(Schedule):
     """A rate that is multiplied by ``decay`` where validation makes no progress."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Exponential.Options):
         """Settings of the schedule, as of torch's ReduceLROnPlateau."""
 
-        decay: float = key(0.95, _DECAY, check=_decay)
-        patience: int = key(
-            3, "Validations without progress before a plateau.", check=least(0), acts=_VALIDATES
-        )
-        threshold: float = key(
-            1e-4,
-            "Relative gain over the best value that counts as progress.",
-            check=not_negative,
-            acts=_VALIDATES,
-        )
+        patience: NonNegativeInt = key(3, acts=_VALIDATES)
+        """Validations without progress before a plateau."""
+        threshold: NonNegativeFloat = key(1e-4, acts=_VALIDATES)
+        """Relative gain over the best value that counts as progress."""
 
     def after_warmup(self, done: float, epoch: int, plateaus: int) -> float:
         return self.options.decay**plateaus

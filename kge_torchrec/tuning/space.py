@@ -30,11 +30,11 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError
 from kge_torchrec.config.keys import all_values
 from kge_torchrec.config.parser import config_from_dict, key_with, values_of
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.sizing import KEYS, filled
+from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.yaml_file import Lined, plain
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.tuning.trials import PORTFOLIO
@@ -186,7 +186,7 @@ def default_search(config: Config, store: TripleStore) -> tuple[dict[str, Any], 
         if store.num_entities <= SMALL or not config_from_dict(values_of(name)).negatives.is_full
     ]
     # The other keys of the first trials follow from their settings.
-    kept = {key: attrgetter(key)(resolved) for key in KEYS if key.startswith(FIXED)}
+    kept = {key: attrgetter(key)(resolved) for key in RESOLVED_KEYS if key.startswith(FIXED)}
     return space, filled(config, kept), first
 
 

@@ -343,14 +343,15 @@ def test_rank_killed_twice_matches_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_stops_the_command(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_of_a_scheduler_stops_the_command(tmp_path, number):
     config = config_of("countries", tmp_path / "run", **LONG)
     config.save(tmp_path / "config.yaml")
     process = start([str(tmp_path / "config.yaml")], ranks=1)
     while not checkpoints(tmp_path / "run"):
         assert process.poll() is None
         time.sleep(0.02)
-    process.terminate()
+    process.send_signal(number)
     code, errors = ended(process)
     assert code == 75, errors
     assert re.search(r"stopped by a signal; checkpoint (step-\d+) is written", errors)

@@ -11,10 +11,9 @@ from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.cli import run_verb
-from kge_torchrec.config import SCORER_NAMES, Config, ConfigError, GraphSize
+from kge_torchrec.config import RESOLVED_KEYS, SCORER_NAMES, Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 
 MILLION = 10**6
 
