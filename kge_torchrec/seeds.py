@@ -123,6 +123,7 @@ def train_seeds(
     """
     from kge_torchrec import api
     from kge_torchrec.distributed.processes import on_first_rank, processes
+    from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 
     config, chosen = as_config(config), parse_seeds(seeds)
     if config.checkpoint.options.copy_to is not None:
@@ -137,7 +138,12 @@ def train_seeds(
             if config.decided_by is None and seed != numbers[0]:
                 own = load_config(path / f"seed-{numbers[0]}")
             run = replace(config.run, dir=str(path / f"seed-{seed}"), resume="auto")
-            api.train(replace(own, seed=seed, run=run), callbacks)
+            try:
+                api.train(replace(own, seed=seed, run=run), callbacks)
+            except (TrainingStopped, TrainingInterrupted) as error:
+                raise type(error)(
+                    f"stopped in the run of seed {seed}; resume with `train --resume {path}`."
+                ) from error
     return SeedRuns(path)
 
 

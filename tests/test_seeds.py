@@ -22,6 +22,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import words_of
 from kge_torchrec.distributed.processes import on_first_rank, processes
 from kge_torchrec.seeds import paired_test, parse_seeds, spread, two_sided_p
+from kge_torchrec.training.stop_signal import TrainingStopped
 
 QUICK = {**QUIET, "train.batch_size": 256}
 
@@ -186,37 +187,52 @@ def test_second_start_in_a_folder_is_refused_while_the_first_one_trains(tmp_path
     assert runs.seeds == [3] and runs.missing == []
 
 
+def test_signal_says_how_to_resume_all_seeds(tmp_path, capsys):
+    path = tmp_path / "runs"
+    config = {**QUICK, "run.dir": str(path)}
+
+    def stop(kind, values):
+        signal.raise_signal(signal.SIGTERM)
+
+    said = rf"stopped in the run of seed 0; resume with `train --resume {path}`"
+    with pytest.raises(TrainingStopped, match=said):
+        train_seeds(config, 2, [stop])
+    assert SeedRuns(path).missing == [0, 1]
+    assert main(["train", "--resume", str(path)]) == 0 and SeedRuns(path).missing == []
+
+
+def command(folder: Path, seeds: str) -> list[str]:
+    """A process that trains seeds of 30 epochs."""
+    config = {key: value for key, value in QUICK.items() if not key.startswith("evaluation.")}
+    config |= {"evaluation.every": 5, "train.epochs": 30, "run.dir": str(folder)}
+    return [sys.executable, "-m", "kge_torchrec", "train", *words_of(config), "--seeds", seeds]
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+
 @pytest.mark.slow
 def test_two_starts_at_once_lose_nothing(tmp_path):
-    """One of them trains all seeds of its own; the other is refused, or joins when it has ended."""
-    folder, environment = (
-        tmp_path / "runs",
-        {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    words = [sys.executable, "-m", "kge_torchrec", "train", *words_of(QUICK | {"train.epochs": 30}),
-             "--run.dir", str(folder), "--seeds"]  # fmt: skip
+    """One of them trains its seeds; the other is refused, or joins when the first has ended."""
     started = [
-        subprocess.Popen([*words, seeds], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command(tmp_path / "runs", seeds), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        )
         for seeds in ("0,1", "2,3")
     ]
     said = [process.communicate()[1] for process in started]
     codes = [process.returncode for process in started]
-    runs = SeedRuns(folder)
+    assert sorted(codes) in ([0, 0], [0, 1]), said
+    runs = SeedRuns(tmp_path / "runs")
     assert runs.missing == [] and len(runs.results()) == 2 * codes.count(0)
-    assert sorted(codes) in ([0, 0], [0, 1])
     for code, text in zip(codes, said, strict=True):
         assert code == 0 or "is being trained by process" in text
 
 
 @pytest.mark.slow
 def test_second_start_after_a_kill_trains_only_what_is_missing(tmp_path, capsys):
-    config = {key: value for key, value in QUICK.items() if not key.startswith("evaluation.")}
-    config |= {"evaluation.every": 5, "train.epochs": 30}
-    words = ["train", *words_of(config), "--seeds", "3", "--run.dir"]
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "kge_torchrec", *words, str(killed)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    started = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(command(killed, "3"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     while not any(killed.glob("seed-1/checkpoints/step-*/manifest.json")):
         assert started.poll() is None
         time.sleep(0.01)
@@ -231,7 +247,7 @@ def test_second_start_after_a_kill_trains_only_what_is_missing(tmp_path, capsys)
     assert "seed 1, run 1 of 2" in said and "training goes on from checkpoint" in said
     assert runs.missing == [] and runs.folder(0).results.stat().st_mtime_ns == before
 
-    assert main([*words, str(tmp_path / "whole")]) == 0
+    assert main(command(tmp_path / "whole", "3")[3:]) == 0
     whole = SeedRuns(tmp_path / "whole").results()
     assert {s: x["test"] for s, x in whole.items()} == {
         s: x["test"] for s, x in runs.results().items()
