@@ -75,6 +75,12 @@ def test_results_are_those_of_the_runs(runs, capsys):
     assert one["triples/s"] == results["train"]["triples_per_second"]
     files = (runs / "one" / "checkpoints" / results["checkpoint"]["name"]).iterdir()
     assert one["size"] == sum(file.stat().st_size for file in files)
+    copy = shutil.copytree(runs / "one", runs / "other-checkpoints")
+    for step in (0, 10**6):  # neither the oldest nor the newest is the ranked one
+        other = copy / "checkpoints" / f"step-{step:012d}"
+        other.mkdir()
+        (other / "manifest.json").write_text("{}")
+    assert rows_of(capsys, copy)[0]["size"] == one["size"]
     assert (one["data"], one["model"]) == ("countries", "complex 8")
     by_recall = json.loads((runs / "lists" / "results.json").read_text())
     assert lists["selected by"] == "recall@20" and lists["valid"] == by_recall["valid"]["best"]
