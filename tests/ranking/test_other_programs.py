@@ -206,7 +206,7 @@ def test_dgl_ke_counts_known_answers(ours):
 )
 def test_programs_still_print_the_constants(program, package):
     if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed; docs/explanation/testing.md says how")
+        pytest.skip(f"{package} is not installed; CONTRIBUTING.md says how")
     script = Path(__file__).parents[2] / "scripts" / "confirm_evaluation.py"
     done = subprocess.run(
         [sys.executable, script, program], capture_output=True, text=True, check=False
