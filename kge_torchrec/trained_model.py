@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kge_torchrec.config import EvaluationConfig
+from kge_torchrec.config import Config, EvaluationConfig
+from kge_torchrec.data import SPLITS
 from kge_torchrec.data.store import TripleStore, Vocabulary
-from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.types import Ends, Vocabularies
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
@@ -73,6 +74,8 @@ class TrainedModel:
         description: Contents of model.json of an export.
         table: (N, D) float32, the table of an export as it was opened; read-only.
         hides_bars: Whether no progress bars are shown on a terminal.
+        config: The config of a run, with values in place of null; None for an export.
+        facts: The facts of new entities that are folded in; None without such entities.
     """
 
     scorer: Scorer
@@ -85,6 +88,10 @@ class TrainedModel:
     description: Mapping[str, Any] = field(default_factory=dict)
     table: np.ndarray | None = None
     hides_bars: bool = False
+    config: Config | None = None
+    facts: FilterIndex | None = None
+    # The newest sets of candidates, which copies of the model share.
+    _candidates: dict[tuple[str | None, ...], Any] = field(default_factory=dict)
 
     @property
     def entity_labels(self) -> Vocabulary:
@@ -162,6 +169,29 @@ class TrainedModel:
         if self.store is None:
             raise KGEError(_NO_DATA.format(purpose))
         return self.store
+
+    def known_answers(self, purpose: str) -> FilterIndex:
+        """Return what the data and the facts of new entities hold.
+
+        Raises:
+            KGEError: The model is an export without new entities; the message names the purpose.
+        """
+        if self.facts is None:
+            return self.known(purpose).filter_index()
+        if self.store is None:
+            return self.facts
+        return self.store.filter_index().joined(self.facts)
+
+    def known_by_split(self) -> dict[str, FilterIndex]:
+        """Return the known answers of each split, and of "facts"; the first ones win."""
+        splits = {}
+        if self.store is not None:
+            splits = {split: self.store.filter_index((split,)) for split in SPLITS}
+        if self.facts is not None:
+            total = self.facts.num_entities
+            splits = {split: index.widened(total) for split, index in splits.items()}
+            splits["facts"] = self.facts
+        return splits
 
     def entity_ids(self, labels: Labels) -> Tensor:
         """Return int64 entity ids, () or (M,).
@@ -291,16 +321,12 @@ class TrainedModel:
 
     def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
         """Return what ``make`` returns; the newest ``CANDIDATES`` results are kept. Collective."""
-        kept = self._kept_candidates
+        kept = self._candidates
         if key not in kept:
             kept[key] = on_all_ranks(self.processes, make)  # a file may be missing on one rank only
             if len(kept) > CANDIDATES:
                 del kept[next(iter(kept))]
         return kept[key]
-
-    @cached_property
-    def _kept_candidates(self) -> dict[tuple[str | None, ...], Any]:
-        return {}
 
     def __repr__(self) -> str:
         size = f"{self.num_entities:,} entities x {self.scorer.row_dim}"

@@ -51,6 +51,7 @@ class Answering:
         tail: Label | None = None,
         k: int = FEW,
         known: bool = True,
+        facts: InMemory | str | Path | None = None,
     ) -> list[Prediction]:
         """Return the best answers to a triple with one missing part, best first.
 
@@ -65,6 +66,8 @@ class Answering:
             k: The number of answers.
             known: Whether to list answers that the data already holds. Listed ones are marked
                 with their split. An export has no data: it marks nothing and rejects False.
+            facts: Triples of new entities, which the query may then name: a file in any format,
+                or triples of labels. Each has one entity that the model has; see ``fold_in``.
 
         Returns:
             The answers with rank, label, score, split and probability.
@@ -75,7 +78,7 @@ class Answering:
             IndexError: An id is out of range.
             KGEError: ``known`` is False and the model is an export.
         """
-        model, query = self.model, (head, relation, tail)
+        model, query = self._with(facts), (head, relation, tail)
         choice, missing = Choice(k, known_answers(model, known)), missing_part(query)
         lookups, ids = (model.entity_ids, model.relation_ids, model.entity_ids), []
         for name, part, ids_of in zip(PARTS, query, lookups, strict=True):
@@ -85,7 +88,17 @@ class Answering:
                     "queries"
                 )
             ids.append(0 if part is None else int(ids_of(part)))
+        if facts is not None and max(ids[0], ids[2]) < model.num_entities:
+            raise ConfigError("facts have no effect: the query has no entity of theirs")
         return predictions(model, missing, torch.tensor([ids]), choice)[0]
+
+    def _with(self, facts: InMemory | str | Path | None) -> TrainedModel:
+        """Return the model, with the new entities of facts if there are any. Collective."""
+        if facts is None:
+            return self.model
+        from kge_torchrec.answers.fold_in import fold_in  # loads readers and losses
+
+        return fold_in(self.model, facts)
 
     def answer_file(
         self,
@@ -95,6 +108,7 @@ class Answering:
         k: int = FEW,
         known: bool = True,
         names: str | Path | None = None,
+        facts: InMemory | str | Path | None = None,
     ) -> FileReport:
         """Answer a file of queries line by line and write the answers to another file.
 
@@ -106,6 +120,7 @@ class Answering:
             k: The number of answers per query.
             known: Whether to list known answers; see ``predict``.
             names: A file of labels and readable names, which are written beside the labels.
+            facts: Triples of new entities; see ``predict``.
 
         Returns:
             Counts of answered lines and written rows, and the lines without an answer, each with
@@ -115,8 +130,9 @@ class Answering:
             DataError: The file cannot be read.
             OSError: The answers cannot be written. No output file is left behind.
         """
-        choice = Choice(k, known_answers(self.model, known))
-        return answer_file(self.model, path, choice, output, format, names=names)
+        model = self._with(facts)
+        choice = Choice(k, known_answers(model, known))
+        return answer_file(model, path, choice, output, format, names=names)
 
     def recommend(
         self,
@@ -125,6 +141,7 @@ class Answering:
         k: int = 10,
         exclude_known: bool = False,
         candidates: str | Path | None = None,
+        facts: InMemory | str | Path | None = None,
     ) -> list[Prediction]:
         """Return the best tails of (head, relation, ?) without the head itself, best first.
 
@@ -136,6 +153,7 @@ class Answering:
             candidates: The entities to recommend. "seen": those that train has as tails of the
                 relation. "all". Otherwise a file of labels, one per line. None: "seen" for a run,
                 "all" for an export, which has no data.
+            facts: Triples of new heads, such as what a new user has visited; see ``predict``.
 
         Returns:
             The answers in the form of ``predict``.
@@ -146,9 +164,12 @@ class Answering:
             UnknownLabelError: A label is not in the data; the message has close matches.
             KGEError: An option needs the data and the model is an export.
         """
-        choice = recommended(self.model, k, exclude_known, candidates)
-        ids = [int(self.model.entity_ids(head)), int(self.model.relation_ids(relation)), 0]
-        return predictions(self.model, "tail", torch.tensor([ids]), choice)[0]
+        model = self._with(facts)
+        choice = recommended(model, k, exclude_known, candidates)
+        ids = [int(model.entity_ids(head)), int(model.relation_ids(relation)), 0]
+        if facts is not None and ids[0] < model.num_entities:
+            raise ConfigError("facts have no effect: the query has no entity of theirs")
+        return predictions(model, "tail", torch.tensor([ids]), choice)[0]
 
     def recommend_file(
         self,
@@ -160,6 +181,7 @@ class Answering:
         exclude_known: bool = False,
         candidates: str | Path | None = None,
         names: str | Path | None = None,
+        facts: InMemory | str | Path | None = None,
     ) -> FileReport:
         """Recommend tails to each head of a file, and write them to another file.
 
@@ -172,6 +194,7 @@ class Answering:
             exclude_known: See ``recommend``.
             candidates: See ``recommend``.
             names: See ``answer_file``.
+            facts: See ``recommend``.
 
         Returns:
             The same report as ``answer_file``.
@@ -181,9 +204,10 @@ class Answering:
             UnknownLabelError: The relation is not in the data; the message has close matches.
             OSError: The answers cannot be written. No output file is left behind.
         """
-        self.model.relation_ids(relation)
-        choice = recommended(self.model, k, exclude_known, candidates)
-        return answer_file(self.model, path, choice, output, format, relation, names)
+        model = self._with(facts)
+        model.relation_ids(relation)
+        choice = recommended(model, k, exclude_known, candidates)
+        return answer_file(model, path, choice, output, format, relation, names)
 
     def score_file(
         self,

@@ -234,7 +234,7 @@ def answer_file(
                 model, batch.lines[some][query], triples, scores[query, column], missing,
                 asked=pa.array([missing] * len(query), pa.string()), rank=column + 1,
             )  # fmt: skip
-            if model.store is not None:
+            if model.store is not None or model.facts is not None:
                 known = splits(model, missing, batch.ids[some].clip(0), ids)[query, column]
                 table = table.append_column("known", pa.array(known, pa.string()))
             tables.append(table)
@@ -274,7 +274,7 @@ def _table(
     """Return triples (M, 3) from the lines (M,) of a file with their scores (M,)."""
     vocabularies = model.entity_labels, model.relation_labels, model.entity_labels
     labels: dict[str, Any] = {
-        part: vocabulary.array.take(pa.array(ids))
+        part: vocabulary.take(ids)
         for part, vocabulary, ids in zip(PARTS, vocabularies, triples.T, strict=True)
     }
     columns = {"line": lines, **after_line, **labels, "score": pa.array(scores, pa.float32())}

@@ -86,7 +86,7 @@ class Choice:
 
 def known_answers(model: TrainedModel, lists_known: bool) -> FilterIndex | None:
     """Return the answers to leave out: None, or all that the data holds."""
-    return None if lists_known else model.known("leaving out known answers").filter_index()
+    return None if lists_known else model.known_answers("leaving out known answers")
 
 
 def recommended(
@@ -180,6 +180,10 @@ def best(
     Raises:
         DataError: An entity is of a type that the relation does not have on that side.
     """
+    if choice.exclude is not None and model.store is None:
+        known = [part for part in (0, 2) if PARTS[part] != missing]
+        if bool((queries[:, known] < model.num_entities).all(1).any()):
+            model.known("leaving out known answers")  # an export has facts of new entities only
     if missing == "relation":
         return _best_relations(model, queries, choice)
     only, left_out = choice.only, []
@@ -221,14 +225,12 @@ def _best_relations(model: TrainedModel, queries: Tensor, choice: Choice) -> tup
 def splits(model: TrainedModel, missing: Part, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the split that holds each answer (B, k) to the queries (B, 3): (B, k) of str or None.
 
-    An answer in several splits gets train before valid before test. An unknown answer gets None,
-    and so does every answer of an export.
+    An answer in several splits gets train before valid before test; a fact of a new entity gets
+    "facts". An unknown answer gets None, and so does every answer of an export.
     """
     names = np.full(ids.shape, None, object)
-    if model.store is not None:
-        for split in ("test", "valid", "train"):
-            index = model.store.filter_index((split,))
-            names[are_known(index, missing, queries, ids)] = split
+    for split, index in reversed(model.known_by_split().items()):
+        names[are_known(index, missing, queries, ids)] = split
     return names
 
 

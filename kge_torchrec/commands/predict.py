@@ -31,6 +31,7 @@ def predict(
     relation: Annotated[str | None, "Y"] = None,
     tail: Annotated[str | None, "Z"] = None,
     queries: File | None = None,
+    facts: File | None = None,
     top: Count = 10,
     new: bool = False,
     candidates: Literal["all", "seen"] = "all",
@@ -53,6 +54,7 @@ def predict(
         relation: label of a relation
         tail: label of an entity
         queries: a file of queries: head, relation and tail with tabs, ? for the missing part
+        facts: a file of triples of entities that the run does not have; the query may name these
         top: number of answers
         new: leave out answers that are already in the data
         candidates: candidates for new links: all entities, or those seen with the relation on
@@ -62,6 +64,8 @@ def predict(
     link = relation if {head, tail, queries} == {None} else None
     if link is None and (loops or candidates != "all"):
         raise ConfigError("--candidates and --loops are for new links: give --relation only")
+    if link is not None and facts is not None:
+        raise ConfigError("--facts has no effect on new links: name a head or a tail")
     parts = [part for part in (head, relation, tail) if part is not None]
     if queries is not None:
         if parts:
@@ -69,7 +73,7 @@ def predict(
                 "predict takes --queries or the parts of one query, not both; leave one out"
             )
         with answering(run) as trained:
-            report = trained.answer_file(queries, output, format, top, not new, names)
+            report = trained.answer_file(queries, output, format, top, not new, names, facts)
         return print_problems(report, queries)
     if link is not None:
         with opened(run) as trained:
@@ -85,7 +89,7 @@ def predict(
             "predict takes two of --head, --relation and --tail, or only --relation, or --queries"
         )
     with answering(run) as trained, announced("answering"):
-        answers = trained.predict(head, relation, tail, top, not new)
+        answers = trained.predict(head, relation, tail, top, not new, facts)
     query = {"head": head, "relation": relation, "tail": tail}
     _print(query, answers, format, output, names)
     return 0
@@ -123,6 +127,7 @@ def recommend(
     relation: Annotated[str, "Y"],
     head: Annotated[str | None, "X"] = None,
     heads: File | None = None,
+    head_facts: File | None = None,
     top: Count = 10,
     exclude_known: bool = False,
     candidates: Annotated[str | None, "seen|all|FILE"] = None,
@@ -136,6 +141,8 @@ def recommend(
         run: the folder or URL of a run, or an export
         head: label of an entity, such as user:17
         heads: a file of labels, one per line, instead of --head
+        head_facts: a file of triples of heads that the run does not have, such as visits of new
+            users
         relation: label of a relation
         top: number of recommendations
         exclude_known: leave out tails that train, valid or test hold; an export has no data
@@ -155,7 +162,7 @@ def recommend(
             print(f"candidates: {what.get(kind, f'the entities of {kind}')}", file=sys.stderr)
         if head is not None:
             answers = trained.recommend(
-                head, relation, top, exclude_known=exclude_known, candidates=candidates
+                head, relation, top, exclude_known, candidates, facts=head_facts
             )
             _print({"head": head, "relation": relation}, answers, format, output, names)
             return 0
@@ -170,6 +177,7 @@ def recommend(
             exclude_known=exclude_known,
             candidates=candidates,
             names=names,
+            facts=head_facts,
         )
         seconds = time.perf_counter() - start
     if is_first_rank() and output is not None:

@@ -10,6 +10,7 @@ Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -196,6 +197,7 @@ class Ends:
         self.description, self._labels = description, labels
         self.names: list[str] = description["names"]
         self._bounds = np.array(description["bounds"], np.int64)
+        self._more = np.empty((0, len(self.names)), bool)  # possible types of ids from N on
         self._type_of_run = np.array(description["runs"], np.int64)
         relations = labels.relations.array.to_pylist()
         shape = len(relations), len(self.names)
@@ -225,6 +227,17 @@ class Ends:
         }
         return cls(store, description)
 
+    def with_entities(self, types: np.ndarray, labels: Vocabularies) -> Ends:
+        """Return the ends of a graph with more entities, behind the others.
+
+        Args:
+            types: (U, K) bool, the possible types of each.
+            labels: The labels, those of the new entities included.
+        """
+        more = copy.copy(self)
+        more._more, more._labels = types, labels
+        return more
+
     def kinds(self, side: Side, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct sets of types (U, K) bool of relations (B,), and each one's (B,)."""
         sets, of_relation = self._sets[side]
@@ -242,7 +255,14 @@ class Ends:
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) may be on a side of its relation (B,): (B,) bool."""
-        return self._allowed[side][relations, self._types_of(entities)]
+        allowed, is_new = self._allowed[side], entities >= self._bounds[-1]
+        if not is_new.any():
+            return allowed[relations, self._types_of(entities)]
+        relations, entities = np.broadcast_arrays(relations, entities)
+        fits = allowed[relations, self._types_of(np.where(is_new, 0, entities))]
+        more = self._more[entities[is_new] - self._bounds[-1]]
+        fits[is_new] = (allowed[relations[is_new]] & more).any(1)
+        return fits
 
     def _types_of(self, entities: np.ndarray) -> np.ndarray:
         return self._type_of_run[np.searchsorted(self._bounds, entities, "right") - 1]
@@ -263,7 +283,11 @@ class Ends:
         if wrong.any():
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
             right = [self.names[k] for k in np.flatnonzero(self._allowed[side][relation])]
-            own = self.names[self._types_of(np.array([entity]))[0]]
+            if entity < self._bounds[-1]:
+                own = self.names[self._types_of(np.array([entity]))[0]]
+            else:
+                types = np.flatnonzero(self._more[entity - self._bounds[-1]])
+                own = " or ".join(self.names[k] for k in types)
             raise DataError(
                 f"the {side} {self._labels.entities[entity]!r} is a {own}; "
                 f"{self._labels.relations[relation]!r} has a {' or '.join(right)} as its {side}"

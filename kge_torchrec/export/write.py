@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
+from kge_torchrec.answers.fold_in import training_of
 from kge_torchrec.config import Config, ConfigError, ModelConfig
 from kge_torchrec.config.checks import one_of
 from kge_torchrec.distributed.processes import Processes, on_first_rank
@@ -95,6 +96,8 @@ def export_run(
     ranks, store = model.processes, model.known("an export")
     parameters = dense_parameters(model.scorer)
     description = describe(config.model, store.num_entities, store.num_relations, format)
+    if format == "safetensors":
+        description["training"] = training_of(config)
     if model.ends is not None:
         description["types"] = model.ends.description  # answers of the export keep to them
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu, softplus
 
 from kge_torchrec.config.checks import ConfigError, check_share, not_negative, one_of
+from kge_torchrec.config.model import LossConfig
+from kge_torchrec.config.registry import construct
 from kge_torchrec.kernels.operators import log_sum_exp, softplus_sum
 from kge_torchrec.models.over_all import (
     BinaryCrossEntropyOverAll,
@@ -287,3 +289,9 @@ class SelfAdversarialLoss(Loss):
         weight = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(1) * mask
         of_candidates = -(weight * logsigmoid(-margin - negative)).sum(1)
         return (of_candidates - logsigmoid(margin + positive)) / 2
+
+
+def build_loss(config: LossConfig) -> Loss:
+    """Make the loss of a query."""
+    loss: Loss = construct("loss", config.name, **asdict(config.loss_options()))
+    return loss

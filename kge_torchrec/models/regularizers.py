@@ -15,13 +15,15 @@ Shapes: D elements per row, of an entity or a relation.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.model import LossConfig
+from kge_torchrec.config.registry import construct
 from kge_torchrec.data import OTHER
 from kge_torchrec.kernels.operators import lookup
 
@@ -304,3 +306,10 @@ class Regularizers:
         for weight, part in self.on_triples:
             out = out + weight * part.penalty_of_triples(scorer, anchor, relation, answer, side)
         return out
+
+
+def build_regularizers(config: LossConfig) -> Regularizers:
+    """Make the regularizers of loss.n3 and loss.regularizers, with their weights for relations."""
+    chosen = config.regularizer_options().items()
+    others = [construct("regularizer", name, **asdict(options)) for name, options in chosen]
+    return Regularizers(config.n3, others)

@@ -6,15 +6,15 @@ import difflib
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
-from kge_torchrec.config.registry import construct, resolve
+from kge_torchrec.config import Config, ConfigError, TrainConfig
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.queries import (
@@ -47,9 +47,9 @@ from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import InnerProduct
-from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.losses import build_loss
 from kge_torchrec.models.model import Objective, QueryObjective, TripleObjective
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import build_regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.disk_table import DiskTable
@@ -67,19 +67,6 @@ _SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with 
 def sides_of(name: str) -> tuple[Side, ...]:
     """Return the sides of negatives.sides, which is "both" or the name of one side."""
     return tuple(side for side in SIDES if name in ("both", side))
-
-
-def build_loss(config: LossConfig) -> Loss:
-    """Make the loss of a query."""
-    loss: Loss = construct("loss", config.name, **asdict(config.loss_options()))
-    return loss
-
-
-def build_regularizers(config: LossConfig) -> Regularizers:
-    """Make the regularizers of loss.n3 and loss.regularizers, with their weights for relations."""
-    chosen = config.regularizer_options().items()
-    others = [construct("regularizer", name, **asdict(options)) for name, options in chosen]
-    return Regularizers(config.n3, others)
 
 
 @quiet_dependencies()

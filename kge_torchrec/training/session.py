@@ -110,7 +110,7 @@ def load_trained(
     progress = checkpoints.load(checkpoints.order(which), rows_of).progress
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
-    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
+    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path, config=config)
     return model, progress, config
 
 

@@ -299,7 +299,11 @@ class Vocabulary:
         Raises:
             IndexError: An id is outside ``[0, len)``.
         """
-        return self._labels.take(pa.array(np.asarray(ids, np.int64))).to_pylist()
+        return self.take(ids).to_pylist()
+
+    def take(self, ids: Sequence[int] | np.ndarray) -> pa.Array:
+        """Return the labels of ids (M,) as a pyarrow array; raise as ``labels``."""
+        return self._labels.take(pa.array(np.asarray(ids, np.int64)))
 
     def ids(self, labels: Sequence[str], exact: bool = False) -> np.ndarray:
         """Return the ids (M,) int64 of labels, see `search`; ``exact`` takes whole labels only.

@@ -151,6 +151,15 @@ class FilterIndex:
                 is_known[query] |= _places(answers[start:stop], wanted)[1]
         return is_known
 
+    def joined(self, other: FilterIndex) -> FilterIndex:
+        """Return an index that also has the answers of another one, which may know more ids."""
+        several = [*self._indices, *other._indices]
+        return FilterIndex(several, other.num_entities, self.num_relations)
+
+    def widened(self, num_entities: int) -> FilterIndex:
+        """Return an index that can be asked for more ids, which have no answers."""
+        return FilterIndex(self._indices, num_entities, self.num_relations)
+
     def relations_between(self, head: int, tail: int) -> np.ndarray:
         """Return the relations (M,) int64 from one entity to another; some are repeated."""
         relations = [np.empty(0, np.int64)]

@@ -1,0 +1,213 @@
+"""Entities that the run does not have are answered from facts given with the query."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api, load_model
+from kge_torchrec.answers import AnsweringModel
+from kge_torchrec.answers import fold_in as fold_in_module
+from kge_torchrec.answers.fold_in import _Queries, fold_in, read_facts
+from kge_torchrec.answers.queries import Choice, best
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.errors import DataError, KGEError, UnknownLabelError
+
+FACTS = [("new", "r0", "e3"), ("new", "r1", "e5"), ("e7", "r2", "new"), ("new", "r0", "e9")]
+OTHERS = [("also", "r0", "e3"), ("e1", "r1", "third"), ("also", "r2", "e2")]
+
+
+def row_of(model, facts, label="new"):
+    folded = fold_in(model, facts)
+    return folded.rows(folded.entity_ids(label))
+
+
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(len(FACTS + OTHERS))), repeats=st.integers(0, 3))
+def test_a_row_depends_on_nothing_but_its_facts(run, order, repeats):
+    """Neither on the order of facts, repeats, or the other new entities."""
+    together = [(FACTS + OTHERS)[place] for place in order]
+    expected = row_of(run.model, FACTS)
+    assert torch.equal(row_of(run.model, together + FACTS[:repeats]), expected)
+    assert torch.equal(
+        row_of(run.model, together, "third"), row_of(run.model, OTHERS[1:2], "third")
+    )
+
+
+@pytest.mark.parametrize("query", [{"head": "new"}, {"tail": "new"}])
+def test_answers_are_those_of_the_row(run, query):
+    """The answers to a new entity are those of an entity of the run that has its row."""
+    folded, model = fold_in(run.model, FACTS), run.model
+    rows = model.shard.rows.clone()
+    number = int(model.entity_ids("e30"))
+    rows[number] = folded.rows(folded.entity_ids("new"))
+    swapped = replace(model.shard, rows=rows)
+    twin = AnsweringModel(model.scorer, swapped, model.labels)
+    own = run.predict(**query, relation="r1", k=30, facts=FACTS)
+    others = {"e30" if part == "new" else part for part in query.values()}
+    expected = twin.predict(**dict.fromkeys(query, *others), relation="r1", k=40)
+    listed = [(one.label, one.score) for one in own if one.label != "e30"]
+    assert listed == [(x.label, x.score) for x in expected if x.label != "e30"][: len(listed)]
+    assert "new" not in {one.label for one in own}
+
+
+def test_facts_are_marked_and_left_out(run):
+    answers = {one.label: one for one in run.predict("new", "r0", k=40, facts=FACTS)}
+    assert {label for label, one in answers.items() if one.known} == {"e3", "e9"}
+    assert answers["e3"].known == "facts"
+    rest = {one.label for one in run.predict("new", "r0", k=40, known=False, facts=FACTS)}
+    assert rest == answers.keys() - {"e3", "e9"}
+    heads = {one.label for one in run.predict(None, "r2", "new", 40, False, FACTS)}
+    assert "e7" not in heads and len(heads) == 36
+    between = run.predict("new", None, "e5", facts=FACTS)
+    assert {one.label: one.known for one in between} == {"r0": None, "r1": "facts", "r2": None}
+
+
+def test_negatives_are_no_facts(run, monkeypatch):
+    """A candidate is a negative of a query unless it makes a fact of the new entity."""
+    monkeypatch.setattr(fold_in_module, "_drawn", lambda *_: (np.arange(37), 37))
+    (facts,) = read_facts(run.model, FACTS)
+    for side, others in (("tail", facts.on("head")), ("head", facts.on("tail"))):
+        queries = _Queries.of(run.model, side, others, run.model.config)
+        for row, (_, relation, _) in zip(queries.mask, others.tolist(), strict=True):
+            known = {max(h, t) for h, r, t in others.tolist() if r == relation}
+            assert set((~row).nonzero()[:, 0].tolist()) == known
+
+
+def test_an_export_answers_like_its_run(run, model):
+    for options in ({"known": True}, {"known": False}):
+        own = run.predict("new", "r0", k=10, facts=FACTS, **options)
+        assert own == model.predict("new", "r0", k=10, facts=FACTS, **options)
+    listed = model.recommend("new", "r0", 37, exclude_known=True, facts=FACTS)
+    assert len(listed) == 35
+    folded = fold_in(model, FACTS)
+    with pytest.raises(KGEError, match="export does not contain the data"):
+        best(folded, "tail", torch.tensor([[0, 0, 0]]), Choice(3, folded.known_answers("x")))
+
+
+MODELS = [
+    {"model__scorer": "transe_l2", "loss__name": "margin"},
+    {"model__scorer": "distmult", "model__biases": True, "model__dim": 10},
+    {"model__scorer": "rotate", "loss__name": "self_adversarial"},
+    {"model__scorer": "complex", "model__reciprocal": True, "loss__regularizers": {"dura": 0.01}},
+    {
+        "model__scorer": "complex",
+        "negatives__regime": "kvsall",
+        "loss__options": {"answers": "sum"},
+    },
+    {"model__scorer": "distmult", "negatives__regime": "1vsall", "loss__name": "bce"},
+    {"model__reciprocal": False, "negatives__sides": "tail", "negatives__hardest": 3},
+    {"model__scorer": "conve", "model__dim": 16, "model__reciprocal": True},
+    {"model__scorer": "complex", "loss__relation_weight": 0.5, "loss__n3": 0.1},
+]
+
+
+@pytest.mark.parametrize(
+    "changes", MODELS, ids=lambda changes: "-".join(map(str, changes.values()))
+)
+def test_every_kind_of_run(changes, tmp_path, monkeypatch):
+    store = tiny_store(tmp_path / "store")
+    with api.train(config_of(store.path, tmp_path / "run", **changes)) as run:
+        before = run.model.shard.rows.clone()
+        answers = run.predict("new", "r0", k=40, facts=FACTS)
+        assert torch.equal(before, run.model.shard.rows)
+        exported = load_model(run.export(tmp_path / "export"))
+        assert exported.predict("new", "r0", k=40, facts=FACTS) == answers
+        assert len(answers) == 37 and all(np.isfinite(one.score) for one in answers)
+        totals, steps = [], fold_in_module._descended
+
+        def spied(row, losses, scale):
+            solution = steps(row, losses, scale)
+            totals.extend(float(sum(loss(x) for loss in losses)) for x in (row, solution))
+            return solution
+
+        monkeypatch.setattr(fold_in_module, "_descended", spied)
+        fold_in(run.model, FACTS)
+        assert totals[1] < totals[0]
+
+
+PROBLEMS = [
+    ([("new", "r0", "nowhere")], "neither 'new' nor 'nowhere'"),
+    ([("e1", "r0", "e2")], "has both entities"),
+    ([("new", "likes", "e2")], "unknown relation 'likes'"),
+    ([], "no triple"),
+]
+
+
+@pytest.mark.parametrize(("facts", "message"), PROBLEMS)
+def test_wrong_facts_are_named(run, facts, message):
+    with pytest.raises(DataError, match=message):
+        run.predict("new", "r0", facts=FACTS[:1] * bool(facts) + facts)
+
+
+def test_facts_without_effect_are_refused(run):
+    with pytest.raises(ConfigError, match="no effect"):
+        run.predict("e1", "r0", facts=FACTS)
+    with pytest.raises(ConfigError, match="no effect"):
+        run.recommend("e1", "r0", facts=FACTS)
+    with pytest.raises(UnknownLabelError, match="nobody"):
+        run.predict("nobody", "r0", facts=FACTS)
+
+
+def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
+    facts = tmp_path / "facts.tsv"
+    facts.write_text("".join("\t".join(triple) + "\n" for triple in FACTS + OTHERS))
+    command = ["predict", str(trained[0]), "--head", "new", "--relation", "r0", "--top", "3"]
+    assert main([*command, "--facts", str(facts), "--format", "tsv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = [one.label for one in run.predict("new", "r0", k=3, facts=FACTS)]
+    assert [line.split("\t")[1] for line in lines[1:]] == expected
+    heads = tmp_path / "heads.txt"
+    heads.write_text("new\nalso\ne4\n")
+    command = [
+        "recommend",
+        str(trained[0]),
+        "--heads",
+        str(heads),
+        "--relation",
+        "r0",
+        "--top",
+        "2",
+    ]
+    assert main([*command, "--head-facts", str(facts), "--format", "tsv", "--exclude-known"]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[3] for row in rows] == ["new", "new", "also", "also", "e4", "e4"]
+    own = run.recommend("also", "r0", 2, exclude_known=True, facts=OTHERS)
+    assert [row[5] for row in rows[2:4]] == [one.label for one in own]
+    queries = tmp_path / "queries.tsv"
+    queries.write_text("new\tr0\t?\n?\tr2\tnew\n")
+    assert main(["predict", str(trained[1]), "--queries", str(queries), "--facts", str(facts)]) == 0
+    assert main(["predict", str(trained[0]), "--relation", "r0", "--facts", str(facts)]) == 1
+    assert "no effect on new links" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """A run over users and places, where users visit places and follow users."""
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("typed")
+    lines = {f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}" for _ in range(90)}
+    lines |= {f"user:{draw.randrange(20)}\tfollows\tuser:{draw.randrange(20)}" for _ in range(90)}
+    (folder / "train.txt").write_text("".join(f"{line}\n" for line in sorted(lines)))
+    with api.train(config_of(folder, folder / "run", data__types="prefix")) as run:
+        yield run
+
+
+def test_a_new_entity_has_the_type_of_its_facts(typed, tmp_path):
+    facts = [("user:new", "visits", "place:3"), ("user:new", "follows", "user:1")]
+    for own in (typed, load_model(typed.export(tmp_path / "export"))):
+        answers = own.predict("user:new", "visits", k=50, facts=facts)
+        assert {one.label.split(":")[0] for one in answers} == {"place"}
+        with pytest.raises(DataError, match="'user:new' is a user"):
+            own.predict(None, "visits", "user:new", facts=facts)
+        with pytest.raises(DataError, match="no type of entity"):
+            own.predict(
+                "x", "visits", facts=[("x", "visits", "place:3"), ("user:1", "visits", "x")]
+            )
