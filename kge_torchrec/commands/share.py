@@ -48,7 +48,6 @@ def serve(
     max_k: Count = 1000,
     max_body: Annotated[int, "BYTES", "positive"] = 1 << 20,
     allow_host: Annotated[Repeated[str], "NAME"] = (),
-    max_connections: Annotated[int, "N", "positive"] = 1000,
     names: File | None = None,
     access_log: bool = False,
 ) -> int:
@@ -62,7 +61,6 @@ def serve(
         max_body: largest request
         allow_host: also accept requests for this host name; * accepts every name; may be repeated
             (default: --host, localhost, 127.0.0.1 and ::1)
-        max_connections: most open connections
         names: file of labels and readable names, which replies have beside the labels
         access_log: print one line per request; the log has no size limit
     """
@@ -79,7 +77,6 @@ def serve(
         max_body,
         lambda text: print(text, flush=True),
         allow_hosts=allow_host,
-        max_connections=max_connections,
         access_log=access_log,
         names=names,
     )

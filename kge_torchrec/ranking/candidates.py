@@ -155,6 +155,28 @@ class ListedCandidates:
         return np.isin(entities, self._entities)
 
 
+class WithoutListed:
+    """The candidates of others (None: all entities) without some entities (M,), int64."""
+
+    def __init__(self, others: Candidates | None, left_out: np.ndarray):
+        self._others, self._left_out = others, np.unique(left_out)
+        self.label = f"{'all entities' if others is None else others.label}, without a list"
+
+    def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
+        """Return which of the entities [first, stop) are candidates: (n,) bool."""
+        mask = ~_mask(self._left_out, first, stop)
+        if self._others is not None:
+            mask &= self._others.mask(side, relation, first, stop)
+        return mask
+
+    def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
+        """Return whether each entity (B,) is a candidate: (B,) bool."""
+        mask = ~np.isin(entities, self._left_out)
+        if self._others is not None:
+            mask &= self._others.contain(side, relations, entities)
+        return mask
+
+
 def _mask(entities: np.ndarray, first: int, stop: int) -> np.ndarray:
     """Return which ids of [first, stop) are among ascending ``entities``: (n,) bool."""
     low, high = np.searchsorted(entities, (first, stop))

@@ -43,6 +43,9 @@ from kge_torchrec.serving.batching import (
 from kge_torchrec.trained_model import TrainedModel
 
 MAX_TRIPLES = 10_000  # per request
+MAX_HEADS = 1_000
+MAX_FACTS = 1_000
+MAX_ANSWERS = 100_000  # of all heads of a request
 MAX_LABEL = 4_096  # characters
 
 Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
@@ -50,6 +53,15 @@ Id = Annotated[int, Field(strict=True, ge=0, lt=2**62, description="an id, from 
 NameOrId = Name | Id
 Count = Annotated[int, Field(ge=1, lt=2**31, description="the number of answers")]
 SideName = Literal["head", "tail"]
+Label = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_LABEL)]
+Facts = Annotated[
+    tuple[tuple[Label, Label, Label], ...],
+    Field(
+        max_length=MAX_FACTS,
+        description="triples of labels, each with one entity that the model does not have; the "
+        "query may name these",
+    ),
+]
 
 
 class StrictRequest(BaseModel):
@@ -58,7 +70,7 @@ class StrictRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class PredictRequest(StrictRequest):
+class PredictQuery(StrictRequest):
     """Two parts of a triple; the reply has the best answers for the third."""
 
     head: NameOrId | None = None
@@ -70,17 +82,23 @@ class PredictRequest(StrictRequest):
     ] = True
 
     @model_validator(mode="after")
-    def _two_parts(self) -> PredictRequest:
+    def _two_parts(self) -> PredictQuery:
         is_set = [part is not None for part in (self.head, self.relation, self.tail)]
         if sum(is_set) != 2:
             raise ValueError("send two of head, relation and tail; the reply has the third")
         return self
 
 
-class RecommendRequest(StrictRequest):
+class PredictRequest(PredictQuery):
+    """Such parts, and perhaps facts of an entity that the model does not have."""
+
+    facts: Facts = ()
+
+
+class RecommendQuery(StrictRequest):
     """A head and a relation; the reply has the best tails, without the head itself."""
 
-    head: NameOrId
+    head: NameOrId | None = None
     relation: NameOrId
     k: Count = 10
     exclude_known: Annotated[
@@ -90,6 +108,30 @@ class RecommendRequest(StrictRequest):
         Literal["seen", "all"] | None,
         Field(description="tails of the relation in train, or all; null: seen if there is data"),
     ] = None
+    unknown: Annotated[
+        Literal["error", "popular"],
+        Field(description="what an unknown head gets: 404, or the most frequent tails in train"),
+    ] = "error"
+
+
+class RecommendRequest(RecommendQuery):
+    """One head or many, and perhaps the entities to choose from and facts of new heads."""
+
+    heads: Annotated[list[NameOrId] | None, Field(min_length=1, max_length=MAX_HEADS)] = None
+    candidates: Annotated[
+        Literal["seen", "all"] | Annotated[list[NameOrId], Field(min_length=1)] | None,
+        Field(description="as by GET, or the entities that may be recommended"),
+    ] = None  # type: ignore[assignment]
+    exclude: Annotated[
+        list[NameOrId], Field(description="entities that are not recommended, such as sold out")
+    ] = []
+    facts: Facts = ()
+
+    @model_validator(mode="after")
+    def _one_head_or_many(self) -> RecommendRequest:
+        if (self.head is None) == (self.heads is None):
+            raise ValueError("send either head or heads")
+        return self
 
 
 class ScoreRequest(StrictRequest):
@@ -158,6 +200,21 @@ class Answers(BaseModel):
     answers: list[Answer]
 
 
+class Recommended(Answers):
+    """The answers to one head."""
+
+    head: str | int
+    fallback: Annotated[
+        Literal["popular"] | None, Field(description="popular: the model does not have the head")
+    ] = None
+
+
+class Lists(BaseModel):
+    """The answers to each head, in their order."""
+
+    lists: list[Recommended]
+
+
 class Scores(BaseModel):
     """Scores in the order of the triples; a score that is not a finite number is null."""
 
@@ -192,6 +249,10 @@ class Health(BaseModel):
     answered: Annotated[int, Field(description="queries answered since the start")]
     batches: Annotated[int, Field(description="passes over the entities that answered them")]
     max_k: int
+    loaded: Annotated[str, Field(description="when the model was loaded, in UTC")]
+    problem: Annotated[
+        str | None, Field(description="why the model was not replaced by a newer one")
+    ] = None
 
 
 class Problem(BaseModel):
@@ -277,9 +338,10 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)
     metrics = Instrumentator(registry=CollectorRegistry(), should_group_status_codes=False)
     metrics.instrument(app).expose(app, include_in_schema=False)
-    _handle_problems(app, model)
+    app.state.answerer = answerer
+    _handle_problems(app, answerer)
     _add_queries(app, answerer, limits, names)
-    _add_labels(app, model)
+    _add_labels(app, answerer)
     _add_descriptions(app, answerer, name, limits)
     return app
 
@@ -300,21 +362,35 @@ def _add_queries(
     @app.post("/predict", summary="The best answers to a triple with one missing part")
     async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
         query = body.head, body.relation, body.tail
-        results = await ask(Predict(query, body.k, body.known))
+        results = await ask(Predict(query, body.k, body.known, body.facts))
         return Answers.model_validate({"answers": rows(results)})
 
     @app.get("/predict", summary="The best answers, by labels")
-    async def predict_get(body: Annotated[PredictRequest, Query()]) -> Answers:
-        return await predict(body)
+    async def predict_get(body: Annotated[PredictQuery, Query()]) -> Answers:
+        return await predict(PredictRequest(**dict(body)))
 
-    @app.post("/recommend", summary="The best tails of a relation for one head")
-    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Answers:
-        results = await ask(Recommend(**dict(body)))
-        return Answers.model_validate({"answers": rows(results)})
+    @app.post("/recommend", summary="The best tails of a relation for one head or many")
+    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Recommended | Lists:
+        heads: list[Any] = body.heads or [body.head]
+        if len(heads) * body.k > MAX_ANSWERS:
+            raise ConfigError(f"{len(heads)} heads times k must be at most {MAX_ANSWERS} answers")
+        listed: Any = body.candidates
+        question = Recommend(
+            tuple(heads), body.relation, body.k, body.exclude_known,
+            tuple(listed) if isinstance(listed, list) else listed,
+            tuple(body.exclude), body.facts, body.unknown == "popular",
+        )  # fmt: skip
+        lists = [
+            {"head": one.head, "answers": rows(one.answers), "fallback": one.fallback}
+            for one in await ask(question)
+        ]
+        if body.heads is None:
+            return Recommended.model_validate(lists[0])
+        return Lists.model_validate({"lists": lists})
 
     @app.get("/recommend", summary="The best tails, by labels")
-    async def recommend_get(body: Annotated[RecommendRequest, Query()]) -> Answers:
-        return await recommend(body)
+    async def recommend_get(body: Annotated[RecommendQuery, Query()]) -> Recommended | Lists:
+        return await recommend(RecommendRequest(**dict(body)))
 
     @app.post("/score", summary="The scores of triples")
     async def score(body: Annotated[ScoreRequest, Body()]) -> Scores:
@@ -338,9 +414,9 @@ def _add_queries(
         return await nearest(body)
 
 
-def _add_labels(app: FastAPI, model: TrainedModel) -> None:
+def _add_labels(app: FastAPI, answerer: Answerer) -> None:
     def labels(kind: str, query: LabelsRequest) -> Labels:
-        array = vocabulary_of(model, kind).array
+        array = vocabulary_of(answerer.model, kind).array
         if query.prefix:
             array = array.filter(pc.starts_with(array, query.prefix, ignore_case=True))
         some = array[query.first : query.first + query.count]
@@ -357,10 +433,9 @@ def _add_labels(app: FastAPI, model: TrainedModel) -> None:
 
 
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
-    model, scorer = answerer.model, answerer.model.scorer
-
     @app.get("/health", summary="Status of the server and facts about its model")
     async def health() -> Health:
+        model, scorer = answerer.model, answerer.model.scorer
         return Health(
             status="ok",
             model=name,
@@ -373,22 +448,23 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             answered=answerer.answered,
             batches=answerer.batches,
             max_k=limits.k,
+            loaded=answerer.loaded.isoformat(timespec="seconds"),
+            problem=answerer.problem,
         )
-
-    page = render("serve.html", title=name, model=model, limits=limits)
 
     @app.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
+        page = render("serve.html", title=name, model=answerer.model, limits=limits)
         return HTMLResponse(page, headers=_PAGE_HEADERS)
 
 
-def _handle_problems(app: FastAPI, model: TrainedModel) -> None:
+def _handle_problems(app: FastAPI, answerer: Answerer) -> None:
     def problem(status: int, detail: str, **more: Any) -> JSONResponse:
         return JSONResponse({"detail": detail, **more}, status)
 
     @app.exception_handler(Unknown)
     def unknown(_: Request, error: Unknown) -> JSONResponse:  # in a thread, reads all labels
-        labels = vocabulary_of(model, error.kind)
+        labels = vocabulary_of(answerer.model, error.kind)
         close = labels.close_to(error.name) if isinstance(error.name, str) else []
         return problem(404, str(error), kind=error.kind, given=error.name, suggestions=close)
 
@@ -402,8 +478,24 @@ def _handle_problems(app: FastAPI, model: TrainedModel) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        # Leave out the input: it may contain text that cannot be encoded.
-        problems = [
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
-        ]
-        return problem(422, "; ".join(problems[:5]).encode("utf-8", "replace").decode())
+        problems = dict.fromkeys(_readable(problem) for problem in error.errors())
+        detail = "; ".join([*problems][:5])
+        return problem(422, detail.encode("utf-8", "replace").decode())
+
+
+def _readable(problem: Mapping[str, Any]) -> str:
+    """Return what is wrong with a request, without its input, which may be unreadable text."""
+    place = [str(part) for part in problem["loc"][1:]]
+    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    if place and place[-1].startswith("constrained-"):  # a kind of NameOrId
+        return f"{'.'.join(place[:-1])} must be a label of at most {MAX_LABEL} characters, or an id"
+    where = ".".join(place)
+    if kind == "json_invalid":
+        return f"the body is not JSON: {problem['ctx']['error']}"
+    if kind == "missing":
+        return f"{where} is missing" if where else "the request has no body"
+    if kind == "model_attributes_type":
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    if kind == "extra_forbidden":
+        return f"{where} is not a field of this request"
+    return f"{where}: {message}" if where else message

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from kge_torchrec.answers.files import names_by_label
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.export.description import is_export
 from kge_torchrec.export.plain_model import load_model
 from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.trained_run import open_run
 
+if TYPE_CHECKING:  # needs the packages of the extra
+    from kge_torchrec.serving.batching import Answerer
+
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::", "")
 
 
-@contextmanager
-def opened_model(path: str | Path) -> Iterator[TrainedModel]:
-    """Open the model of an export, or of a run (its best checkpoint and its data)."""
+def opened_model(path: str | Path) -> TrainedModel:
+    """Open the model of an export, or of a run (its best checkpoint and its data), to answer."""
     if is_export(Path(path)):
-        yield load_model(path)
-        return
-    with closing(open_run(path)) as run:
-        yield run.model
+        return load_model(path)
+    model = open_run(path).model  # open until the process ends
+    model.candidates("seen")  # the default of recommendations
+    return model
+
+
+def reload(answerer: Answerer, path: str | Path, tell: Callable[[str], object]) -> None:
+    """Replace the served model by what the folder holds now; keep it if that cannot be opened."""
+    try:
+        answerer.replace(opened_model(path))
+        tell(f"reloaded {path}")
+    except Exception as error:
+        answerer.problem = f"{path} was not reloaded: {error}"
+        tell(f"{answerer.problem}; the model before is still served")
 
 
 def serve(
@@ -39,14 +55,13 @@ def serve(
     max_body: int = 1 << 20,
     tell: Callable[[str], object] = print,
     allow_hosts: Sequence[str] = (),
-    max_connections: int = 1000,
     access_log: bool = False,
     names: str | Path | None = None,
 ) -> None:
     """Answer queries with a run or an export over HTTP until interrupted.
 
-    The server has no authentication: every client that can connect can send queries. It has no time
-    limit for requests to arrive, either. A proxy in front of it has both.
+    The server has no authentication: every client that can connect can send queries. SIGHUP opens
+    the folder again and serves what it holds then; no request is dropped meanwhile.
 
     Args:
         path: The folder of a run or an export.
@@ -57,8 +72,6 @@ def serve(
         tell: Called with the address of the server once it accepts connections.
         allow_hosts: More names that a request's Host header may contain, in addition to ``host``,
             localhost, 127.0.0.1 and ::1. "*" allows all.
-        max_connections: The most open connections with which requests are answered; with more, a
-            request gets 503.
         access_log: Whether to print a line per request to standard output.
         names: A file of labels and readable names, which replies have beside the labels.
 
@@ -74,6 +87,7 @@ def serve(
         import uvicorn
 
         from kge_torchrec.serving.app import Limits, create_app
+        from kge_torchrec.serving.slow_clients import TimedProtocol
     except ModuleNotFoundError as error:
         raise KGEError(
             f"the server needs FastAPI, uvicorn and a client of Prometheus ({error}); install them "
@@ -82,14 +96,14 @@ def serve(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("serve runs as one process; start it without torchrun")
     limits = Limits(k=max_k, body=max_body)
-    at_least("the limit of connections", max_connections, 1)
     hosts = [host, *LOCAL, *allow_hosts]
     named = {} if names is None else names_by_label(names)
-    with listening(host, port) as listener, opened_model(path) as model:
+    with listening(host, port) as listener:
+        app = create_app(opened_model(path), Path(path).absolute().name, limits, hosts, named)
         settings = uvicorn.Config(
-            create_app(model, Path(path).resolve().name, limits, hosts, named),
+            app,
+            http=TimedProtocol,
             ws="none",
-            limit_concurrency=max_connections,
             timeout_graceful_shutdown=20,
             log_level="info" if access_log else "warning",
             access_log=access_log,
@@ -98,12 +112,21 @@ def serve(
             tell(
                 f"the server accepts requests for {', '.join(LOCAL)} only; --allow-host adds names"
             )
+        _allow_many_connections()
+        work = partial(reload, app.state.answerer, path, tell)
+        signal.signal(signal.SIGHUP, lambda *_: Thread(target=work).start())
         at = f"[{host}]" if ":" in host else host
         tell(f"serving {path} at http://{at}:{listener.getsockname()[1]} (Ctrl-C ends it)")
         try:
             uvicorn.Server(settings).run(sockets=[listener])
         except KeyboardInterrupt:  # uvicorn re-raises the signal after its shutdown
             return
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open files to the hard one; often it is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

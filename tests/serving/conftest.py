@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from serving_models import model_of
 from starlette.testclient import TestClient
-from training_runs import tiny_store
+from training_runs import config_of, tiny_store
 
+from kge_torchrec import api
 from kge_torchrec.serving.app import Limits, create_app
 
 
@@ -30,3 +31,12 @@ def client(model):
     app = create_app(model, "tiny", Limits(k=20, body=10_000))
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def trained_client(store, tmp_path_factory):
+    """A client of a trained run, and the run."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    config = config_of(store.path, folder, train__epochs=1)
+    with api.train(config) as run, TestClient(create_app(run.model, "run")) as client:
+        yield client, run

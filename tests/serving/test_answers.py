@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_models import model_of
 from starlette.testclient import TestClient
 
 from kge_torchrec.answers.calibration import Calibration, Curve
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.serving import batching
+from kge_torchrec.serving import batching, server
 from kge_torchrec.serving.app import Scored, create_app
 from kge_torchrec.serving.batching import (
     Answerer,
@@ -236,21 +240,133 @@ def test_recommend_matches_python(client, python, candidates, exclude_known):
     expected = [asdict(one) for one in python.recommend(**body, **options)]
     reply = client.get("/recommend", params=body | options)
     assert reply.json() == client.post("/recommend", json=body | options).json()
-    assert reply.json() == {"answers": expected} and len(expected) == 5
+    assert reply.json() == {"answers": expected, "head": "e3", "fallback": None}
+    assert len(expected) == 5
 
 
 def test_many_recommendations_have_those_of_each(model):
     questions = [
-        Recommend("e1", "r0", 3, False, None),
-        Recommend("e2", 1, 4, False, None),
-        Recommend("e1", "r0", 3, True, "all"),
-        Recommend("e9x", 0, 1, True, None),
+        Recommend(("e1",), "r0", 3),
+        Recommend(("e2", "e1", 5), 1, 4),
+        Recommend(("e1",), "r0", 3, True, "all"),
+        Recommend(("e9x",), 0, 1, True),
     ]
     results = answers(model, questions)
-    assert results[0] == model.recommend("e1", "r0", 3)
-    assert results[1] == model.recommend("e2", "r1", 4)
-    assert results[2] == model.recommend("e1", "r0", 3, exclude_known=True, candidates="all")
+    assert [one.answers for one in results[0]] == [model.recommend("e1", "r0", 3)]
+    expected = [model.recommend(head, "r1", 4) for head in ("e2", "e1", 5)]
+    assert [one.answers for one in results[1]] == expected
+    assert results[2][0].answers == model.recommend(
+        "e1", "r0", 3, exclude_known=True, candidates="all"
+    )
     assert isinstance(results[3], Unknown)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    stock=st.lists(st.integers(0, N - 1), min_size=1, max_size=20),
+    sold=st.lists(st.integers(0, N - 1), max_size=20),
+)
+def test_stock_and_excluded_items_are_kept_to(model, stock, sold):
+    """Every list is the list of all entities, without those that are not in stock."""
+    everything = model.recommend("e1", "r0", N, candidates="all")
+    number = {one.label: int(model.entity_ids(one.label)) for one in everything}
+    question = Recommend(("e1",), "r0", N, False, tuple(stock), tuple(sold))
+    (listed,) = answers(model, [question])[0]
+    allowed = set(stock) - set(sold)
+    assert [one.label for one in listed.answers] == [
+        one.label for one in everything if number[one.label] in allowed
+    ]
+    (rest,) = answers(model, [replace(question, candidates="all")])[0]
+    assert [one.label for one in rest.answers] == [
+        one.label for one in everything if number[one.label] not in sold
+    ]
+
+
+def test_many_heads_stock_and_fallback_over_http(client, model, store):
+    body = {"heads": ["e1", "nobody", 3], "relation": "r1", "k": 4}
+    assert client.post("/recommend", json=body).json()["given"] == "nobody"
+    reply = client.post("/recommend", json={**body, "unknown": "popular", "exclude": ["e4"]}).json()
+    assert [one["head"] for one in reply["lists"]] == ["e1", "nobody", 3]
+    assert [one["fallback"] for one in reply["lists"]] == [None, "popular", None]
+    popular = reply["lists"][1]["answers"]
+    tails = Counter(store.train[store.train[:, 1] == store.relations.ids(["r1"])[0], 2].tolist())
+    del tails[int(store.entities.ids(["e4"])[0])]
+    expected = sorted(tails.items(), key=lambda pair: (-pair[1], pair[0]))[:4]
+    assert [(int(store.entities.ids([one["label"]])[0]), one["score"]) for one in popular] == (
+        expected
+    )
+    listed = {one["label"] for one in reply["lists"][0]["answers"]}
+    assert "e4" not in listed and len(listed) == 4
+
+
+def test_an_export_has_no_popular_answers(store):
+    (wrong,) = answers(
+        model_of(store, with_data=False), [Recommend(("nobody",), "r0", 3, popular=True)]
+    )
+    assert "most popular" in str(wrong)
+
+
+def test_facts_over_http_are_those_of_python(trained_client):
+    client, run = trained_client
+    facts = [["new", "r0", "e3"], ["e5", "r1", "new"], ["also", "r0", "e7"]]
+    own = [asdict(one) for one in run.predict("new", "r0", k=5, facts=facts)]
+    body = {"head": "new", "relation": "r0", "k": 5, "facts": facts}
+    assert client.post("/predict", json=body).json() == {"answers": own}
+    reply = client.post(
+        "/recommend",
+        json={"heads": ["new", "e1", "also"], "relation": "r0", "k": 5, "facts": facts},
+    )
+    lists = [
+        [asdict(one) for one in run.recommend(head, "r0", 5, facts=given)]
+        for head, given in (("new", facts), ("e1", None), ("also", facts[2:]))
+    ]
+    assert [one["answers"] for one in reply.json()["lists"]] == lists
+    assert client.post("/predict", json={**body, "head": "nobody"}).status_code == 404
+    several = [tuple(map(tuple, facts)), (("new", "r2", "e9"),), ()]
+    questions = [Predict(("new", "r0", None), 5, True, one) for one in several]
+    together = answers(run.model, questions)
+    assert together[:2] == [answers(run.model, [one])[0] for one in questions[:2]]
+    assert together[0] != together[1] and isinstance(together[2], Unknown)
+
+
+def test_a_reload_drops_no_request(trained_client, tmp_path):
+    """Queries during a reload get an answer of one of the models; a broken one changes nothing."""
+    _, run = trained_client
+    told, model = [], run.model
+    app = create_app(model, "run")
+    answerer, path = app.state.answerer, tmp_path / "served"
+    path.symlink_to(run.path)
+    other = replace(model, shard=EntityShard(model.shard.rows.flip(0), 0, N, replicated=True))
+    query = {"head": "e1", "relation": "r1", "k": 3}
+    one, two = ([asdict(x) for x in predictions_of(m)] for m in (model, other))
+    assert one != two
+    with TestClient(app) as client:
+        ended = threading.Event()
+
+        def swap():
+            for _ in range(40):
+                answerer.replace(other)
+                answerer.replace(model)
+            ended.set()
+
+        threading.Thread(target=swap).start()
+        replies = []
+        while not ended.is_set() or len(replies) < 20:
+            replies.append(client.get("/predict", params=query).json()["answers"])
+        assert all(reply in (one, two) for reply in replies)
+        before = answerer.loaded
+        server.reload(answerer, path, told.append)
+        assert answerer.loaded >= before and "reloaded" in told[-1]
+        assert client.get("/predict", params=query).json()["answers"] == one
+        path.unlink()
+        server.reload(answerer, path, told.append)
+        assert "the model before is still served" in told[-1]
+        assert client.get("/predict", params=query).json()["answers"] == one
+        assert "was not reloaded" in client.get("/health").json()["problem"]
+
+
+def predictions_of(model):
+    return batching.answers(model, [Predict(("e1", "r1", None), 3, True)])[0]
 
 
 def test_answers_have_readable_names(model):

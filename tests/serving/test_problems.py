@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import uvicorn
@@ -20,6 +23,7 @@ from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
+from kge_torchrec.serving import slow_clients
 from kge_torchrec.serving.app import Limits, create_app
 from kge_torchrec.serving.server import serve
 
@@ -51,17 +55,27 @@ def test_number_in_url_is_a_label(client):
 BAD = [
     ("/predict", {"head": "e1"}, "send two of head, relation and tail"),
     ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "send two of"),
-    ("/predict", {"head": "e1", "relation": "r1", "k": 0}, "body.k: Input should be greater"),
+    ("/predict", {"head": "e1", "relation": "r1", "k": 0}, "k: Input should be greater"),
     ("/predict", {"head": "e1", "relation": "r1", "k": 21}, "k must be at most 20 here, got 21"),
-    ("/predict", {"head": "e1", "relation": "r1", "K": 3}, "body.K: Extra inputs"),
-    ("/predict", {"head": True, "relation": "r1"}, "body.head"),
-    ("/predict", {"head": 10**30, "relation": "r1"}, "body.head"),
-    ("/predict", {"head": "e" * 5000, "relation": "r1"}, "at most 4096 characters"),
-    ("/score", {"triples": []}, "body.triples"),
-    ("/score", {"triples": [["e1", "r1"]]}, "body.triples.0"),
-    ("/score", {"triples": [["e1", "r1", "e2"]], "side": "left"}, "body.side"),
-    ("/nearest", {}, "body.entity: Field required"),
-    ("/nearest", [1], "body"),
+    ("/predict", {"head": "e1", "relation": "r1", "K": 3}, "K is not a field of this request"),
+    ("/predict", {"head": True, "relation": "r1"}, "head must be a label"),
+    ("/predict", {"head": 10**30, "relation": "r1"}, "head must be a label"),
+    (
+        "/predict",
+        {"head": "e" * 5000, "relation": "r1"},
+        "label of at most 4096 characters",
+    ),
+    ("/score", {"triples": []}, "triples: "),
+    ("/score", {"triples": [["e1", "r1"]]}, "triples.0"),
+    ("/score", {"triples": [["e1", "r1", "e2"]], "side": "left"}, "side: "),
+    ("/recommend", {"relation": "r1"}, "send either head or heads"),
+    ("/recommend", {"relation": "r1", "head": "e1", "heads": ["e2"]}, "send either head or heads"),
+    ("/recommend", {"relation": "r1", "head": "e1", "candidates": "some"}, "candidates"),
+    ("/recommend", {"relation": "r1", "heads": ["e1"] * 1001}, "at most 1000"),
+    ("/recommend", {"relation": "r1", "head": "x", "facts": [["x", "r1", "y"]]}, "neither 'x'"),
+    ("/recommend", {"relation": "r1", "head": "x", "facts": [["x", "r1"]]}, "facts.0"),
+    ("/nearest", {}, "entity is missing"),
+    ("/nearest", [1], "must be a JSON object"),
 ]
 
 
@@ -230,6 +244,70 @@ def test_unusable_folders_are_rejected(run_path, tmp_path, capsys, monkeypatch):
         serve(run_path)
 
 
+@pytest.fixture
+def timed(model, monkeypatch):
+    """The port of a server that waits for .4 s for a request."""
+    monkeypatch.setattr(slow_clients, "SECONDS", 0.4)
+    app = create_app(model, "tiny")
+
+    @app.get("/slowly")
+    async def slowly() -> str:
+        await asyncio.sleep(1)
+        return "done"
+
+    config = uvicorn.Config(
+        app, http=slow_clients.TimedProtocol, log_level="warning", timeout_keep_alive=5
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+
+
+HEAD = (
+    b"POST /nearest HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 16\r\n"
+)
+WHOLE = HEAD + b'\r\n{"entity": "e1"}'
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HEAD, HEAD + b"\r\n{", WHOLE + HEAD], ids=["nothing", "head", "body", "second"]
+)
+def test_slow_clients_are_ended(timed, sent):
+    """Also those that send a byte now and then."""
+    with socket.create_connection(("127.0.0.1", timed), timeout=5) as client:
+        client.sendall(sent)
+        start, received = time.monotonic(), b""
+        client.settimeout(0.1)
+        while time.monotonic() - start < 5:
+            try:
+                part = client.recv(1 << 16)
+                received += part
+                if not part:
+                    break
+            except TimeoutError:
+                client.sendall(b"x") if sent != WHOLE + HEAD else None
+            except ConnectionError:
+                break
+        assert 0.2 < time.monotonic() - start < 2
+        assert received.startswith(b"HTTP/1.1 200") is (sent == WHOLE + HEAD)
+
+
+def test_a_slow_answer_is_waited_for(timed):
+    with socket.create_connection(("127.0.0.1", timed), timeout=5) as client:
+        for _ in range(2):
+            client.sendall(b"GET /slowly HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            received = b""
+            while b"done" not in received:
+                part = client.recv(1 << 16)
+                assert part
+                received += part
+
+
 @pytest.mark.slow
 def test_server_stops_on_interrupt(run_path):
     command = [sys.executable, "-m", "kge_torchrec", "serve", run_path, "--port", "0"]
@@ -245,6 +323,9 @@ def test_server_stops_on_interrupt(run_path):
             except httpx.TransportError:
                 pass
         assert health.json()["status"] == "ok"
+        os.kill(server.pid, signal.SIGHUP)
+        assert "reloaded" in server.stdout.readline()
+        assert httpx.get(f"{address}/health").json()["loaded"] >= health.json()["loaded"]
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(20) == 0
 
