@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,9 +32,10 @@ def opened_model(path: str | Path) -> TrainedModel:
     """Open the model of an export, or of a run (its best checkpoint and its data), to answer."""
     if is_export(Path(path)):
         return load_model(path)
-    model = open_run(path).model  # open until the process ends
-    model.candidates("seen")  # the default of recommendations
-    return model
+    with closing(open_run(path)) as run:  # one process answers without a process group
+        model = run.model
+        model.candidates("seen")  # the default of recommendations
+        return model
 
 
 def reload(answerer: Answerer, path: str | Path, tell: Callable[[str], object]) -> None:
