@@ -42,10 +42,10 @@ def freebase(devices: str, **keys: Any) -> Plan:
     return plan_of(devices, *FREEBASE, 0.7, **{"train__optimizer": "adam", **keys})
 
 
-def stored(config: Config, devices: str = "1xCPU", **options: Any) -> Plan:
+def stored(config: Config, devices: str = "1xCPU") -> Plan:
     """The plan of a run on its prepared triples."""
     sizes = Sizes.of_store(TripleStore.open(config.data.path))
-    return Plan(config, sizes, clustered(devices), **options)
+    return Plan(config, sizes, clustered(devices))
 
 
 def clustered(devices: str, hosts: int = 1, **links: float | None) -> Cluster:

@@ -275,7 +275,6 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
     ("prepare x -o y --split.count 2 --split.by time", "acts only with data.split.by last"),
     ("train demo --force", "--force resumes a run"),
     ("extend R a -o S --freeze --epochs 0", "--epochs 0 trains nothing"),
-    ("plan demo --devices 2xCPU --sharding table_wise --all", "--sharding: --all lists all"),
     ("compare demo --steps 3 --repeats 0", "--steps: --repeats 0 measures no speed"),
     ("predict R --head a --relation r --candidates seen", "are for new links"),
     ("tune --resume S --halving none", "reads the settings of the study; leave out CONFIG"),

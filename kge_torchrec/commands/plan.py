@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, Any
 
 from kge_torchrec.commands import ConfigName, Settings, Table
-from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.environment import loading_torch
 
@@ -31,7 +30,6 @@ def plan(
     relations: _Number = None,
     triples: _Number = None,
     skew: float | None = None,
-    sharding: str | None = None,
     all: bool = False,
     format: Table = "table",
 ) -> int:
@@ -59,12 +57,10 @@ def plan(
         triples: number of training triples
         skew: Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, 0.7
             without)
-        sharding: row_wise (default, as in training), column_wise, table_wise or data_parallel
-        all: list all of these layouts by estimated step time
+        all: list four layouts of the table by estimated step time: row_wise, which training has,
+            column_wise, table_wise and data_parallel
         format: a table, or everything as JSON
     """
-    if all and sharding is not None:
-        raise ConfigError("--sharding: --all lists all of them; leave one of the two out")
     with loading_torch():
         loaded = load_config(config, settings)
         from kge_torchrec.planning import report
@@ -74,14 +70,14 @@ def plan(
             print("default: rules; train would first race several settings", file=sys.stderr)
         made = report.make_plan(
             loaded, devices, hosts, host_memory, within_host, between_hosts, entities, relations,
-            triples, skew, sharding or "row_wise", reserve,
+            triples, skew, reserve,
         )  # fmt: skip
         if all:
             plans = report.all_layouts(made)
-            content: Any = [report.plan_content(x) for x in plans]
+            content: Any = [report.content_of(x) for x in plans]
             text = report.side_by_side(plans)
         else:
             plans, advice = [made], [] if made.fits else advise(made)
-            content, text = report.plan_content(made, advice), report.report(made, advice)
+            content, text = report.content_of(made, advice), report.report(made, advice)
     print(json.dumps(content) if format == "json" else text)
     return 0 if [x for x in plans if x.fits] else DOES_NOT_FIT

@@ -55,6 +55,10 @@ def planning_for(kind: str) -> Iterator[None]:
 
 
 def _for_pairs(rows: Tensor) -> str:
+    return "numba" if block_device(rows) == "cpu" and rows.dtype != torch.float64 else "torch"
+
+
+def _for_triples(rows: Tensor) -> str:
     return "numba" if rows.device.type == "cpu" and rows.dtype != torch.float64 else "torch"
 
 
@@ -78,6 +82,12 @@ def _for_float32(values: Tensor) -> str:
     """Choose for elementwise work, which compiled code fuses itself."""
     is_float = values.dtype == torch.float32 and not torch.compiler.is_compiling()
     return "numba" if values.device.type == "cpu" and is_float else "torch"
+
+
+def _for_sums(scores: Tensor) -> str:
+    """Choose as ``_for_float32``; a plan for a CPU, on the meta device, is that of its kernel."""
+    planned = scores.is_meta and block_device(scores) == "cpu" and scores.dtype == torch.float32
+    return "numba" if planned else _for_float32(scores)
 
 
 def _for_full_scores(scores: Tensor) -> str:
@@ -104,10 +114,11 @@ def _for_ids(ids: Tensor) -> str:
 # Which implementation runs: for each operation, a function of one of its tensors. "numba" serves
 # CPUs, "triton" CUDA, "inductor" CUDA where distances need gradients, and "torch" everything else.
 IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
+    "triples": _for_triples,  # rows of triples and their encoded queries: side_rows
     "pairs": _for_pairs,  # scores of queries with rows that an index selects, by pair_scores
     "distances": _for_distances,  # pair_scores, triton_pairs, fused_distances
     "products": _for_products,  # inner products whose bits do not depend on places: triton_pairs
-    "sums": _for_float32,  # log_sum_exp and softplus_sum: scores
+    "sums": _for_sums,  # log_sum_exp and softplus_sum: scores
     "dropout": _for_float32,
     "full_scores": _for_full_scores,  # normalizers and gradients: scores, triton_scores
     "counts": _for_counts,  # scores, triton_scores

@@ -80,10 +80,12 @@ class LogSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
-        gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
+        gradients, sums = scores.new_empty(scores.shape), scores.new_empty(scores.shape[:-1])
         inputs = scores, mask, gradients
-        matrices = [x.contiguous().view(-1, scores.shape[-1]).numpy() for x in inputs]
-        _sums_kernel(softmax)(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
+        matrices = [x.contiguous().view(-1, scores.shape[-1]) for x in inputs]
+        if not scores.is_meta:  # where a plan counts memory
+            arrays = [x.numpy() for x in (*matrices, sums.view(-1))]
+            _sums_kernel(softmax)(sums.numel(), scores.numel(), *arrays)
         ctx.save_for_backward(gradients)  # backward scales them
         return sums
 

@@ -75,7 +75,7 @@ def read_rows(
         The rows of each side. Then heads and tails (C, b, D) with their weights (C, b), or the
         distinct rows among them (P, D) with theirs (P,); no rows and None without penalties.
     """
-    by_kernels = batch.deduplicated and IMPLEMENTATION["pairs"](rows) == "numba"
+    by_kernels = batch.deduplicated and IMPLEMENTATION["triples"](rows) == "numba"
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
     in_place = by_kernels and many and not drops and scorer.row_comparison.reads_in_place
     if by_kernels and not (gathers or in_place) and _encodes(scorer, rows):

@@ -1,7 +1,7 @@
-"""Advice: changes that make a run fit.
+"""Advice: changes that make a run fit, each of which was planned.
 
-Every answer is found by planning it. Sizes are searched, so that the advised one fits and the next
-smaller number of devices (or larger cache or buffer) does not.
+Sizes are searched, so that the advised one fits and the next smaller number of devices (or larger
+cache or buffer) does not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED, PlacementOptions
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import amount
-from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.plan import Plan
 
 PARTS = (8, 16, 32, 64, 128, 256)
 _DISK_SPEED = 1e9  # bytes per second that a disk reads; assumed
-_MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
 Size = TypeVar("Size")
 
 
@@ -38,67 +36,59 @@ class Advice:
 def advise(plan: Plan) -> list[Advice]:
     """Return what makes the run fit, then what does not."""
     results: list[Advice] = []
-    for words, keys, fields in _single(plan):
+    for words, keys in _single(plan):
         with suppress(ConfigError):  # another setting does not allow it
-            results.append(_judged(words, plan.changed(keys, **fields)))
+            results.append(_judged(words, plan.changed(keys)))
     for search in (_on_disk, _cached, _devices):
         with suppress(ConfigError):
             results += [_judged(*found) for found in search(plan)]
     return sorted(results, key=lambda advice: not advice.fits)
 
 
-def _single(plan: Plan) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield changes without a size to search for: in words, keys of the config and fields."""
-    entities = plan.config.entities
+def _judged(change: str, plan: Plan) -> Advice:
+    if plan.fits:
+        limit = max(plan.limits, key=lambda x: x.need / x.usable if x.usable else 0.0)
+        result = f"holds {amount(limit.need)} of {amount(limit.usable)}, modelled step"
+        step = f"{plan.step_seconds * 1e3:.3g} ms"
+        return Advice(change, True, f"fits: {limit.place} {result} {step}")
+    worst = plan.overruns[0]
+    need = f"needs {amount(worst.need)} of {amount(worst.usable)} usable"
+    too_much = f"{amount(worst.over)} too much"
+    return Advice(change, False, f"is not enough: {worst.place} {need}, {too_much}")
+
+
+def _single(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield changes without a size to search for, in words and as keys of the config."""
+    entities, usable = plan.config.entities, plan.limits[0].usable
     by_row = optimizer_class(plan.config.train.optimizer).by_row
-    if by_row and plan.layout != "data_parallel" and entities.preset == "fbgemm":
-        yield f"train.optimizer {by_row}", {"train.optimizer": by_row}, {}
+    if by_row and entities.preset == "fbgemm":
+        yield f"train.optimizer {by_row}", {"train.optimizer": by_row}
     if entities.cache_ratio:
         keys = {"entities.placement_options": PlacementOptions(), "entities.placement": "memory"}
-        yield "entities.placement memory", keys, {}
-    if plan.layout != "row_wise":
-        yield "sharding row_wise", {}, {"layout": "row_wise"}
+        yield "entities.placement memory", keys
     dense = getattr(plan.memory["dense parameters"], plan.place)
-    if plan.dense_splits < plan.cluster.world_size and dense >= _MATTERS * plan.limits[0].usable:
-        yield "dense.wrapper fsdp", {"dense.wrapper": "fsdp"}, {}
-
-
-def _judged(change: str, plan: Plan) -> Advice:
-    if not plan.fits:
-        worst = plan.overruns[0]
-        return Advice(
-            change,
-            False,
-            f"is not enough: {worst.place} needs {amount(worst.need)} of {amount(worst.usable)} "
-            f"usable, {amount(worst.over)} too much",
-        )
-    limit = max(plan.limits, key=lambda x: x.need / x.usable if x.usable else 0.0)
-    return Advice(
-        change,
-        True,
-        f"fits: {limit.place} holds {amount(limit.need)} of {amount(limit.usable)}, modelled step "
-        f"{plan.step_seconds * 1e3:.3g} ms",
-    )
+    if plan.dense_splits < plan.cluster.world_size and dense >= usable / 20:  # else it saves little
+        yield "dense.wrapper fsdp", {"dense.wrapper": "fsdp"}
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield the smallest number of these devices that fits, or the largest that was tried."""
     larger = plan.cluster.larger
-    first = _first(larger, lambda cluster: plan.changed({}, cluster=cluster), plan.cost)
+    first = _first(larger, lambda cluster: plan.changed({}, cluster=cluster), plan)
     smallest = plan.changed({}, cluster=first or larger[-1])
     yield f"{smallest.cluster}{', the smallest number,' if first else ''}", smallest
 
 
 def _cached(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield rows in main memory, with the largest cache on the GPU that fits."""
-    if not plan.is_cuda or plan.layout == "data_parallel":
+    if not plan.is_cuda:
         return
 
     def planned(percent: int) -> Plan:
         options = PlacementOptions(cache_ratio=percent / 100)
         return plan.changed({"entities.placement": MANAGED, "entities.placement_options": options})
 
-    found = _first(range(99, 0, -1), planned, plan.cost)
+    found = _first(range(99, 0, -1), planned, plan)
     words = f"up to {found / 100:.2f}" if found else "of 0.01"
     yield f"entities.placement {MANAGED} with a cache_ratio {words}", planned(found or 1)
 
@@ -109,8 +99,7 @@ def _on_disk(plan: Plan) -> Iterator[tuple[str, Plan]]:
     For each number of parts, the buffer is the largest that fits.
     """
     entities = plan.config.entities
-    # The rows of an entity's features may be in parts that are not in memory.
-    if plan.layout != "row_wise" or plan.sizes.num_features:
+    if plan.sizes.num_features:  # their rows may be in parts that are not in memory
         return
     others = entities.placement_options if entities.on_disk else PlacementOptions()
 
@@ -122,7 +111,7 @@ def _on_disk(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if best.fits:
         fitting = []
         for parts in PARTS:
-            buffer = _first(range(parts, 1, -1), partial(planned, parts), plan.cost)
+            buffer = _first(range(parts, 1, -1), partial(planned, parts), plan)
             fitting += [planned(parts, buffer)] if buffer else []
         best = min(fitting, key=_added_seconds)
     cut = best.config.entities.placement_options
@@ -138,28 +127,27 @@ def _added_seconds(plan: Plan) -> float:
 
     A stage ends with a smaller step, which takes as long for what does not grow with the batch.
     """
-    use = plan.disk
+    use, decisive = plan.disk, plan.decisive
     assert use is not None
-    fixed = {"starting operations", "starting collectives", "starting batches", "dense gradients"}
-    per_step = sum(seconds for part, seconds in plan.decisive.items() if part in fixed)
-    return float(use["epoch_bytes"] / _DISK_SPEED + use["exchanges"] * per_step)
+    fixed = sum(decisive.get("host", {}).values())
+    fixed += decisive.get("links", {}).get("dense gradients", 0.0)
+    return float(use["epoch_bytes"] / _DISK_SPEED + use["exchanges"] * fixed)
 
 
-def _first(sizes: Sequence[Size], planned: Callable[[Size], Plan], most: Cost) -> Size | None:
+def _first(sizes: Sequence[Size], planned: Callable[[Size], Plan], plan: Plan) -> Size | None:
     """Return the first size whose plan fits, if those after it do too; None if none does.
 
     It looks in growing steps, then halves, since far sizes are slow to plan. Some scorers are slow
     to count, so a size is counted only if it would fit without activations, and would not with
-    those of ``most``: the cost at hand, of the largest micro-batch.
+    those of ``plan``, which has the largest micro-batch.
     """
 
     def fits(size: Size) -> bool:
         with suppress(ConfigError):  # such as replicas that these devices cannot be split into
-            plan = planned(size)
-            if not replace(plan, known_cost=Cost()).fits:
-                return False
+            other = planned(size)
             # Against all entities, fewer rows may keep their scores and need more memory.
-            return (not plan.is_full and replace(plan, known_cost=most).fits) or plan.fits
+            surely = not plan.is_full and other.fits_with(plan.cost.peak_bytes)
+            return surely or (other.fits_with(0) and other.fits)
         return False
 
     end = 1

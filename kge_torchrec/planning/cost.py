@@ -1,8 +1,7 @@
 """The cost of scoring a micro-batch: memory, arithmetic and operations.
 
-The real objective runs on the meta device, where nothing is computed and no memory is taken, in the
-blocks of the device that is planned for. So the costs of any scorer and loss are counted as they
-are, not estimated by a formula.
+The real objective runs on the meta device, in the blocks of the device that is planned for, so the
+costs of any scorer and loss are counted, not estimated by a formula.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Cost:
     """Counts of one run of an objective."""
 
     peak_bytes: float = 0  # most bytes of activations and gradients alive at once
-    largest_bytes: float = 0  # size of the largest tensor among them
     flops: float = 0  # of matrix products and distances
     moved_bytes: float = 0  # read and written by all other operations
     operations: float = 0
@@ -60,38 +58,23 @@ class Cost:
 
 
 class Costs:
-    """The costs of a scorer and a loss. Each size is counted once.
+    """The costs of a scorer and a loss. Each size is counted once, on the meta device."""
 
-    Args:
-        config: The config, with a value for every null.
-        relations: Number of relations.
-    """
-
-    def __init__(self, config: Config, relations: int) -> None:
-        self.config = config
+    def __init__(self, config: Config, relations: int, device: str = "meta") -> None:
+        self.config, self.device = config, torch.device(device)
         self._counted: dict[object, Cost] = {}
         # Costs of every regime are counted on batches of triples.
         sampled = replace(config, negatives=replace(config.negatives, regime="sampled"))
-        with torch.device("meta"):
+        with self.device:
             self.objective = build_objective(sampled, relations)
         self.objective.precision = torch.float32  # meta has no autocast; float32 is larger
-
-    @property
-    def dense_numbers(self) -> int:
-        """Elements of relations and of the scorer's other parameters."""
-        return sum(parameter.numel() for parameter in self.objective.parameters())
+        # Elements of relations and of the scorer's other parameters.
+        self.dense_numbers = sum(parameter.numel() for parameter in self.objective.parameters())
 
     def of_batch(
         self, chunks: int, triples: int, candidates: dict[Side, int], is_cuda: bool
     ) -> Cost:
-        """Return the cost of C chunks of b triples, without the gradient of the looked-up rows.
-
-        Args:
-            chunks: C.
-            triples: b.
-            candidates: K per side.
-            is_cuda: Whether kernels of GPUs run.
-        """
+        """Return the cost of C chunks of b triples, without the gradient of the looked-up rows."""
 
         def at(chunks: int, triples: int) -> Cost:
             key = (chunks, triples, *candidates.items(), is_cuda)
@@ -113,16 +96,9 @@ class Costs:
 
         The bytes alive are those of one block of rows, the gradients of all rows, and the scores
         where these are kept. Softmax computes scores twice where it does not keep them, which adds
-        a third to the three products per score.
-
-        Args:
-            rows: Rows of the rank.
-            queries: Q.
-            is_cuda: Whether kernels of GPUs run.
-            free: Bytes of a GPU's memory beside the table.
+        a third to the three products per score. ``free`` bytes of a GPU's memory are beside the
+        table.
         """
-        if not rows:
-            return Cost()
         height = min(rows, block_height(queries, BLOCK_BYTES["cuda" if is_cuda else "cpu"]))
 
         def at(queries: int) -> Cost:
@@ -141,7 +117,7 @@ class Costs:
         twice = not kept and self.config.loss.name == "softmax"
         times = rows / height * (4 / 3 if twice else 1)
         work = (block.flops, block.moved_bytes, block.operations)
-        return Cost(block.peak_bytes + other_bytes, block.largest_bytes, *(times * x for x in work))
+        return Cost(block.peak_bytes + other_bytes, *(times * x for x in work))
 
     def _count(self, key: object, is_cuda: bool, prepare: Callable[[], Callable[[], None]]) -> Cost:
         """Return what is counted in the function that ``prepare`` returns."""
@@ -150,14 +126,16 @@ class Costs:
                 run = prepare()
                 with OperationCounter() as counter:
                     run()
-            self._counted[key] = counter.cost
+            self._counted[key] = Cost(
+                counter.peak, counter.flops, counter.moved, counter.operations
+            )
         return self._counted[key]
 
     def _batch(self, chunks: int, triples: int, candidates: dict[Side, int]) -> Callable[[], None]:
         """Return a function that runs forward and backward of C chunks of b triples."""
         objective = self.objective
         counts = [triples, triples, *candidates.values()]  # per chunk: heads, tails, candidates
-        with torch.device("meta"):
+        with self.device:
             known = {
                 side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
                 for side in SIDES
@@ -194,7 +172,7 @@ class Costs:
         sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
         ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
         counts = [end - start for start, end in pairwise(ends)]
-        with torch.device("meta"):
+        with self.device:
             anchors = [torch.zeros(1, n, scorer.row_dim, requires_grad=True) for n in counts]
             relations = [torch.zeros(1, n, dtype=torch.int64) for n in counts]
             rows = torch.zeros(height, scorer.row_dim, requires_grad=True)
@@ -230,13 +208,8 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.peak = self.largest = self.flops = self.moved = self.operations = 0
+        self.alive = self.peak = self.flops = self.moved = self.operations = 0
         self._seen: set[int] = set()
-
-    @property
-    def cost(self) -> Cost:
-        """The counts so far."""
-        return Cost(self.peak, self.largest, self.flops, self.moved, self.operations)
 
     def __torch_dispatch__(
         self,
@@ -245,7 +218,6 @@ class OperationCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count it."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -270,7 +242,6 @@ class OperationCounter(TorchDispatchMode):
         self._seen.add(key)
         self.alive += storage.nbytes()
         self.peak = max(self.peak, self.alive)
-        self.largest = max(self.largest, storage.nbytes())
         weakref.finalize(storage, self._remove, key, storage.nbytes())
 
     def _remove(self, key: int, size: int) -> None:
@@ -287,8 +258,12 @@ def _flops(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
     packet, aten = operation.overloadpacket, torch.ops.aten
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
-    if packet in (aten._cdist_forward, VALUE_OF_PAIRS):  # subtract, square or absolute value, add
+    # Subtract, square or absolute value, add; in gradients once for each side.
+    name = operation.name()
+    if packet in (aten._cdist_forward, VALUE_OF_PAIRS) or name == "kge_torchrec::pair_scores":
         return 3 * prod(out.shape) * args[0].shape[-1]
-    if packet in (aten._cdist_backward, GRADIENT_OF_PAIRS):  # once for each side
+    if packet in (aten._cdist_backward, GRADIENT_OF_PAIRS):
         return 6 * prod(args[0].shape) * args[1].shape[-1]
+    if name in ("kge_torchrec::pair_query_gradients", "kge_torchrec::pair_row_gradients"):
+        return 6 * prod(args[4].shape) * args[0].shape[-1]
     return 0

@@ -39,7 +39,6 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.memory > 0
 
 
@@ -67,12 +66,7 @@ _TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 @dataclass(frozen=True)
 class Cluster:
-    """W equal devices, one rank each, spread evenly over hosts.
-
-    Raises:
-        ConfigError: There is no device or no host, or the hosts would not hold equally many
-            devices.
-    """
+    """W equal devices, one rank each, spread evenly over hosts."""
 
     device: Device
     world_size: int
@@ -92,7 +86,6 @@ class Cluster:
 
     @property
     def per_host(self) -> int:
-        """Number of ranks on one host."""
         return self.world_size // self.hosts
 
     @property
@@ -122,15 +115,8 @@ def parse_devices(
 ) -> Cluster:
     """Return the cluster that a text such as "8xH100-80GB", "8xh100" or "2xCPU-64GB" names.
 
-    Args:
-        text: Number and name of the devices.
-        hosts: Number of hosts, over which the devices are spread evenly.
-        host_gib: GiB of main memory of one host. None: that of the device, for CPUs this machine's.
-        within_host: GB/s from a rank to the others on its host. None: that of the device.
-        between_hosts: GB/s from a rank to other hosts. None: that of the device.
-
-    Raises:
-        ConfigError: The text has another form, the device is unknown, or a number is too small.
+    ``host_gib`` is the main memory of one host (of CPUs by default this machine's), the links are
+    in GB/s; None leaves those of the device.
     """
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not match:
@@ -141,13 +127,12 @@ def parse_devices(
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} must be a number above 0, got {value}")
     device = _find(match[2])
-    if host_gib is not None or not device.host_memory:
-        size = host_memory() if host_gib is None else int(host_gib * GIB)
-        device = replace(device, host_memory=size)
-    if within_host is not None:
-        device = replace(device, within_host=within_host * GB)
-    if between_hosts is not None:
-        device = replace(device, between_hosts=between_hosts * GB)
+    device = replace(
+        device,
+        host_memory=int(host_gib * GIB) if host_gib else device.host_memory or host_memory(),
+        within_host=within_host * GB if within_host else device.within_host,
+        between_hosts=between_hosts * GB if between_hosts else device.between_hosts,
+    )
     return Cluster(device, int(match[1] or 1), hosts)
 
 

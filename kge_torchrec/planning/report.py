@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import Config
 from kge_torchrec.config.keys import Facts
 from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, amount
 from kge_torchrec.planning.advice import Advice, advise
 from kge_torchrec.planning.devices import GB, parse_devices
-from kge_torchrec.planning.memory import TABLE_PARTS
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import find_sizes
-from kge_torchrec.planning.step import seconds_of_types
 from kge_torchrec.tables import aligned
 from kge_torchrec.training.run_data import check_start
 
-Rows = list[list[str]]
 WHY_ROWS = (
     "Training takes row_wise: every rank holds and updates an equal part of the rows, whatever the "
     "dim and the number of tables; table_wise and column_wise load few ranks with all lookups, and "
@@ -51,8 +45,8 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
             relations=14_824, triples="339M"``. Sizes that are left out come from the config's data.
 
     Raises:
-        ConfigError: The run, the devices and the layout do not go together, or a key or an option
-            has no effect.
+        ConfigError: The run and the devices do not go together, or a key or an option has no
+            effect.
         TypeError: There is no such option.
         DataError: The data is bad.
         OSError: The data cannot be read.
@@ -60,7 +54,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     config = as_config(config)
     check_start(config, Facts())
     made = make_plan(config, devices, **options)
-    return plan_content(made, [] if made.fits else advise(made))
+    return content_of(made, [] if made.fits else advise(made))
 
 
 def make_plan(
@@ -74,51 +68,62 @@ def make_plan(
     relations: int | str | None = None,
     triples: int | str | None = None,
     skew: float | None = None,
-    sharding: str = "row_wise",
     reserve: float = 0.05,
 ) -> Plan:
     """Return the plan that the options of the verb ``plan`` mean; all of them are checked."""
     cluster = parse_devices(devices, hosts, host_memory, within_host, between_hosts)
-    sizes = find_sizes(config, entities, relations, triples, skew)
-    return Plan.of(config, sizes, cluster, layout=sharding, reserve=reserve)
+    return Plan.of(config, find_sizes(config, entities, relations, triples, skew), cluster, reserve)
+
+
+def all_layouts(plan: Plan) -> list[Plan]:
+    """Return a plan for every layout that the run allows: first what fits, then by step time."""
+    entities = plan.config.entities
+    by_rows_only = plan.is_full or entities.on_disk or entities.tables is not None
+    layouts = SHARDINGS[: 1 if by_rows_only else 3 if entities.cache_ratio else 4]
+    plans = [plan.changed({}, layout=layout) for layout in layouts]
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))
 
 
 def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Return the plan as text: memory, traffic, time, and what makes it fit."""
-    blocks: list[Iterable[str]] = [
+    blocks = [
         _head(plan),
-        aligned(_memory(plan)),
-        aligned(_types(plan)) if len(plan.types) > 1 else [],
-        [*_limits(plan), *_disk(plan)],
-        aligned(_traffic(plan)) if plan.cluster.world_size > 1 else ["one device sends nothing"],
-        _lookups(plan),
-        _times(plan),
+        "\n".join(aligned(_memory(plan))),
+        "\n".join([*_limits(plan), *_disk(plan)]),
+        _traffic(plan),
+        "\n".join(_times(plan)),
     ]
     if not plan.fits:
         tried = (f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice)
-        blocks += [_beside_the_table(plan), ["What would make it fit:", *tried]]
-    blocks.append(f"note: {note}" for note in notes(plan))
-    return "\n\n".join(filter(None, map("\n".join, blocks)))
+        blocks.append("\n".join(["What would make it fit:", *tried]))
+    blocks.append("\n".join(f"note: {note}" for note in notes(plan)))
+    return "\n\n".join(filter(None, blocks))
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: Plan) -> str:
     config, sizes = plan.config, plan.sizes
     unit = "" if config.negatives.examples == "triples" else f" {config.negatives.examples}"
     features = f" and {sizes.num_features:,} features" if sizes.num_features else ""
     optimizers = ", ".join(dict.fromkeys(form.optimizer for form in plan.forms))
-    yield (
+    return (
         f"{sizes.entities:,} entities{features} x {plan.dim} ({optimizers}), "
         f"{config.model.scorer} with {sizes.relations:,} relations, {sizes.triples:,} triples in "
-        f"batches of {plan.batch_size:,}{unit}"
+        f"batches of {plan.batch_size:,}{unit}\n{plan.cluster}: {_layout(plan)}\n"
+        f"It {'fits' if plan.fits else 'does NOT fit'}."
     )
-    yield f"{plan.cluster}: {plan.in_words}"
-    yield "It fits." if plan.fits else "It does NOT fit."
 
 
-def _memory(plan: Plan) -> Rows:
+def _layout(plan: Plan) -> str:
+    """Return layout, kernel and cached share of the rows, such as "row_wise, fused"."""
+    form = plan.forms[0]
+    cached = f", cache {form.cache_ratio:.3g}" if form.cache_ratio else ""
+    return f"{plan.layout}, {form.kernel}{cached}"
+
+
+def _memory(plan: Plan) -> list[list[str]]:
     places = ("device", "main") if plan.is_cuda else ("main",)
     rows = [["a rank", *(f"{place} memory" for place in places)]]
-    rows.append([f"{len(plan.block):,} rows x {plan.columns}", *[""] * len(places)])
+    rows.append([f"{plan.rows.sum():,} rows x {plan.columns}", *[""] * len(places)])
     for part, size in [*plan.memory.items(), ("total", plan.total)]:
         sizes = [getattr(size, place) for place in places]
         if any(sizes):
@@ -126,46 +131,7 @@ def _memory(plan: Plan) -> Rows:
     return rows
 
 
-def type_sizes(plan: Plan) -> list[dict[str, Any]]:
-    """Return what each node type's rows take; [] without types.
-
-    "bytes" and "seconds" (lookups and optimizer) are of a rank, "rows" of a step on all ranks.
-    """
-    if len(plan.types) == 1:
-        return []
-    ranks, number = plan.cluster.world_size, 0 if plan.is_full else plan.cluster.world_size
-    totals, own = map(plan.rows_of_types, (range(plan.sizes.rows), plan.block))
-    times = map(sum, zip(*seconds_of_types(plan), strict=True))
-    rows = {
-        "with_duplicates": number * plan.micro_batches * plan.batch.lookups,
-        "deduplicated": number * plan.micro_batches * plan.batch.distinct,
-        "sent": number * plan.wanted * (1 - 1 / ranks),
-    }
-    return [
-        {
-            "type": kind,
-            "entities": int(totals[i]),
-            "optimizer": plan.forms[i].optimizer,
-            "bytes": plan.table_bytes(own * (np.arange(len(own)) == i)),
-            "rows": {name: float(of_types[i]) for name, of_types in rows.items()},
-            "seconds": time,
-        }
-        for i, (kind, time) in enumerate(zip(plan.types, times, strict=True))
-    ]
-
-
-def _types(plan: Plan) -> Rows:
-    rows = [["table", "rows", "optimizer", "on a rank", "lookups per step", "different", "sent",
-             "time"]]  # fmt: skip
-    for own in type_sizes(plan):
-        numbers = [f"{number:,.0f}" for number in own["rows"].values()]
-        rows.append([own["type"], f"{own['entities']:,}", own["optimizer"], amount(own["bytes"]),
-                     *numbers, seconds(own["seconds"])])  # fmt: skip
-    return rows
-
-
 def _limits(plan: Plan) -> Iterator[str]:
-    """Yield each memory against its capacity, and by how much it is over."""
     for limit in plan.limits:
         share = limit.need / limit.usable if limit.usable else float("inf")
         excess = f": {amount(limit.over)} too much" if limit.over > 0 else ""
@@ -178,76 +144,56 @@ def _limits(plan: Plan) -> Iterator[str]:
 
 def _disk(plan: Plan) -> Iterator[str]:
     """Yield what lies on disk, and how fast a disk keeps up with training."""
-    use = plan.disk
-    if use is None:
+    if (use := plan.disk) is None:
         return
     yield (
         f"disk of each rank: {amount(use['table_bytes'])} in {use['parts']} parts of "
         f"{amount(use['part_bytes'])}, {use['buffer']} of them in memory; each checkpoint that is "
         "kept adds the parts that changed after it, at most as much again"
     )
+    speed = use["part_bytes"] / max(use["stage_seconds"], 1e-9)
     yield (
         f"an epoch exchanges a part {use['exchanges']:,} times (at least "
         f"{use['least_exchanges']:,} are needed): each rank reads {amount(use['epoch_bytes'])} and "
-        "writes as much"
+        f"writes as much; training waits for a disk that reads and writes fewer than "
+        f"{amount(round(speed))}/s at the same time"
     )
-    if use["exchanges"]:
-        speed = use["part_bytes"] / max(use["stage_seconds"], 1e-9)
-        yield (
-            f"a stage trains {seconds(use['stage_seconds'])}; training waits for a disk that reads "
-            f"and writes fewer than {amount(round(speed))}/s at the same time"
-        )
 
 
-def _traffic(plan: Plan) -> Rows:
-    rows = [["sent by a rank", "per step", "to other hosts", "per epoch", "to other hosts"]]
-    whole = tuple(map(sum, zip(*plan.sent.values(), strict=True)))
-    for kind, (within, between) in [*plan.sent.items(), ("all", whole)]:
-        sizes = [within + between, between]
-        sizes += [plan.steps_per_epoch * size for size in sizes]
-        rows.append([kind, *map(amount, sizes)])
-    return rows
-
-
-def _lookups(plan: Plan) -> Iterator[str]:
+def _traffic(plan: Plan) -> str:
+    rows = [["sent by a rank", "per step", "to other hosts"]]
+    for kind, (within, between) in plan.sent.items():
+        rows.append([kind, amount(within + between), amount(between)])
+    lines = aligned(rows) if plan.cluster.world_size > 1 else ["one device sends nothing"]
     if plan.is_full:
-        yield "every rank scores its own rows for all queries of a step: nothing is looked up"
-        return
-    rows = "entities and features" if plan.sizes.num_features else "entities"
+        lines.append("every rank scores its own rows for all queries of a step")
+        return "\n".join(lines)
     count = plan.cluster.world_size * plan.micro_batches
     lookups, distinct = (count * float(x.sum()) for x in (plan.batch.lookups, plan.batch.distinct))
-    yield (
-        f"a step looks up {lookups:,.0f} {rows}, {distinct:,.0f} different ones on their ranks: "
+    lines.append(
+        f"a step looks up {lookups:,.0f} rows, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
     rank, _, times = plan.busiest
     if times >= 1.05:
-        yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
-    sent, without = (
-        sum(sum(sizes) for kind, sizes in by_kind.items() if kind != "dense")
-        for by_kind in (plan.sent, plan.sent_with_duplicates)
-    )
-    if without:
-        yield (
-            f"a rank sends {amount(sent)} of ids, rows and gradients in a step; with duplicates it "
-            f"would send {amount(without)}"
-        )
+        lines.append(f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks")
+    return "\n".join(lines)
 
 
 def _times(plan: Plan) -> Iterator[str]:
     epochs, cluster, device = plan.config.train.epochs, plan.cluster, plan.cluster.device
     yield (
-        f"a step would take {seconds(plan.step_seconds)} ({plan.examples_per_second:,.0f} "
-        f"{plan.config.negatives.examples}/s), an epoch {seconds(plan.epoch_seconds)}, all "
-        f"{epochs:,} {seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a "
-        "measurement"
+        f"a step would take {seconds(plan.step_seconds)} "
+        f"({plan.batch_size / plan.step_seconds:,.0f} {plan.config.negatives.examples}/s), an "
+        f"epoch {seconds(plan.epoch_seconds)}, all {epochs:,} "
+        f"{seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a measurement"
     )
     yield f"  {_BOUNDS[plan.bound]}"
-    shares = percentages(plan.decisive)
-    times = sorted(plan.decisive.items(), key=lambda item: -item[1])
+    decisive = {part: x for parts in plan.decisive.values() for part, x in parts.items()}
+    shares = percentages(decisive)
+    times = sorted(decisive.items(), key=lambda item: -item[1])
     yield from aligned([[f"  {part}", seconds(time), f"{shares[part]}%"] for part, time in times])
-    hidden = [f"{part} {seconds(time)}" for part, time in plan.seconds.items()
-              if part not in plan.decisive]  # fmt: skip
+    hidden = [f"{part} {seconds(x)}" for part, x in plan.seconds.items() if part not in decisive]
     if hidden:
         yield f"  at the same time: {', '.join(hidden)}"
     links = {
@@ -270,88 +216,46 @@ def percentages(values: dict[str, float]) -> dict[str, int]:
     return shares
 
 
-def _beside_the_table(plan: Plan) -> Iterator[str]:
-    """Yield what fills a rank on which there is no room for a single row."""
-    usable = plan.limits[0].usable // (1 if plan.is_cuda else plan.cluster.per_host)
-    parts = {part: getattr(x, plan.place) for part, x in plan.memory.items()
-             if part not in TABLE_PARTS}  # fmt: skip
-    if sum(parts.values()) > usable:
-        largest = sorted(parts, key=lambda part: -parts[part])[:3]
-        listed = ", ".join(f"{part} {amount(parts[part])}" for part in largest if parts[part])
-        yield (
-            f"a rank needs {amount(sum(parts.values()))} before it holds a row of the table "
-            f"({listed}): no layout of the table helps"
-        )
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """Yield what the plan leaves open."""
+def notes(plan: Plan) -> list[str]:
+    """Return what the plan leaves open."""
     config, regime = plan.config, plan.config.negatives.regime
-    if plan.layout != "row_wise":
-        yield f"{plan.layout} is planned only: training splits the table by rows"
-    if config.entities.cache_ratio and plan.layout != "data_parallel":
-        yield f"no GPU has run {plan.forms[0].kernel} yet: its times are of the model only"
-    if regime == "kvssample":
-        most = config.negatives.max_answers
-        limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
-        yield (
-            "negatives.regime kvssample: activations, traffic and time assume one answer per "
-            f"query; a query may have {limit}, of {4 * plan.dim:,} bytes per row"
-        )
-    if regime in ("kvsall", "kvssample"):
-        yield (
-            f"negatives.regime {regime}: an epoch has at most {plan.examples:,} queries; queries "
-            "that several triples share occur once"
-        )
-    if len(plan.types) > 1 and not plan.is_full and plan.sizes.run is None:
-        yield (
-            "rows of a table are looked up in proportion to their number, since only data say how "
-            "often a type occurs: plan with data.path and without --entities and --skew"
-        )
-    if config.train.computes_in_16_bits:
-        yield f"activations are counted in float32; {config.train.precision} needs less"
-    saved = [plan.memory[part] for part in ("weights", "optimizer state", "average")
-             if part in plan.memory]  # fmt: skip
-    copied = plan.cluster.per_host * sum(size.device + size.main for size in saved)
-    by_rows = plan.layout == "row_wise" and plan.parts is None
-    if by_rows and copied >= 1 << 30 and config.checkpoint.options.background:
-        yield (
-            f"a checkpoint takes up to {copied / 2**30:,.1f} GiB more main memory per host while "
-            "training continues; where that is not free, training waits "
-            "(checkpoint.options.background)"
-        )
-
-
-def all_layouts(plan: Plan) -> list[Plan]:
-    """Return a plan for every layout that the run and the devices allow.
-
-    Those that fit come first, the fastest of them first.
-    """
-    plans = []
-    for layout in SHARDINGS:
-        with suppress(ConfigError):  # such as columns against all entities
-            plans.append(plan.changed({}, layout=layout))
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))
+    saved = [plan.memory[x] for x in ("weights", "optimizer state", "average") if x in plan.memory]
+    copied = plan.cluster.per_host * sum(size.device + size.main for size in saved) / 2**30
+    answers = config.negatives.max_answers
+    most = f"up to {answers:,} (negatives.max_answers)" if answers else "any number"
+    by_share = len(plan.sizes.types) > 1 and not plan.is_full and not plan.sizes.counted
+    background = plan.parts is None and config.checkpoint.options.background
+    holding = {
+        f"no GPU has run {plan.forms[0].kernel} yet: its times are of the model only": (
+            plan.forms[0].cache_ratio > 0
+        ),
+        "negatives.regime kvssample: activations, traffic and time assume one answer per query; a "
+        f"query may have {most}, of {4 * plan.dim:,} bytes per row": regime == "kvssample",
+        f"negatives.regime {regime}: an epoch has at most {plan.examples:,} queries; queries that "
+        "several triples share occur once": regime in ("kvsall", "kvssample"),
+        "rows of a type are looked up in proportion to their number, since only data say how often "
+        "a type occurs: plan with data.path and without --entities and --skew": by_share,
+        f"activations are counted in float32; {config.train.precision} needs less": (
+            config.train.computes_in_16_bits
+        ),
+        f"a checkpoint takes up to {copied:,.1f} GiB more main memory per host while training "
+        "continues; where that is not free, training waits (checkpoint.options.background)": (
+            background and copied >= 1
+        ),
+    }
+    return [note for note, holds in holding.items() if holds]
 
 
 def side_by_side(plans: Sequence[Plan]) -> str:
     """Return a table of layouts, one line each, and why training takes rows."""
     rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "sent, busiest rank",
-             "modelled step", "largest part"]]  # fmt: skip
+             "modelled step"]]  # fmt: skip
     for plan in plans:
-        limits, busiest = plan.limits, plan.busiest[2]
-        sent = sum(sum(x) * (busiest if kind != "dense" else 1) for kind, x in plan.sent.items())
-        rows.append(
-            [
-                plan.in_words,
-                "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over",
-                amount(plan.total.device),
-                amount(limits[-1].need),
-                amount(sent),
-                seconds(plan.step_seconds),
-                max(plan.decisive, key=lambda part: plan.decisive[part]),
-            ]
-        )
+        sent = sum(sum(x) * (plan.busiest[2] if kind != "dense" else 1)
+                   for kind, x in plan.sent.items())  # fmt: skip
+        fits = "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over"
+        sizes = map(amount, (plan.total.device, plan.limits[-1].need, sent))
+        rows.append([_layout(plan), fits, *sizes, seconds(plan.step_seconds)])
     if not plans[0].is_cuda:
         rows = [[*row[:2], *row[3:]] for row in rows]
     return "\n".join([*aligned(rows), "", WHY_ROWS])
@@ -365,38 +269,26 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
-    """Return everything that a plan says, as plain values."""
-    config, sizes, cluster, full = plan.config, plan.sizes, plan.cluster, plan.is_full
-    rows = {} if full else {"deduplicated": plan.batch.distinct,
-                            "with_duplicates": plan.batch.lookups}  # fmt: skip
-    sent, duplicated = (
-        {
-            kind: dict(zip(("within_hosts", "between_hosts"), x, strict=True))
-            for kind, x in y.items()
-        }
-        for y in (plan.sent, {} if full else plan.sent_with_duplicates)
-    )
+def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
+    """Return everything that a plan says, as plain values: bytes, of a rank, and seconds."""
+    config, sizes, cluster = plan.config, plan.sizes, plan.cluster
+    lookups = {} if plan.is_full else {"deduplicated": plan.batch.distinct,
+                                       "with_duplicates": plan.batch.lookups}  # fmt: skip
+    memory = {
+        place: {part: x for part, y in plan.memory.items() if (x := getattr(y, place))}
+        for place in ("device", "main")
+    }
+    table, world = {"entities": sizes.entities, "features": sizes.num_features}, asdict(cluster)
+    names, form = ("within_hosts", "between_hosts"), plan.forms[0]
     return {
-        "table": {
-            "entities": sizes.entities,
-            "features": sizes.num_features,
-            "dim": plan.dim,
-            "optimizer": config.train.optimizer,
-        },
-        "tables": type_sizes(plan),
+        "table": {**table, "dim": plan.dim, "optimizer": config.train.optimizer},
         "disk": plan.disk,
-        "world": {
-            "size": cluster.world_size,
-            "hosts": cluster.hosts,
-            "device": asdict(cluster.device),
-            "reserve": plan.reserve,
-        },
+        "world": {"size": world.pop("world_size"), **world, "reserve": plan.reserve},
         "sharding": {
             "type": plan.layout,
-            "kernel": plan.forms[0].kernel,
-            "cache_ratio": plan.forms[0].cache_ratio,
-            "rows": len(plan.block),
+            "kernel": form.kernel,
+            "cache_ratio": form.cache_ratio,
+            "rows": int(plan.rows.sum()),
             "columns": plan.columns,
         },
         "run": {
@@ -408,32 +300,23 @@ def plan_content(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
             "config": config.to_dict(),
         },
         "fits": plan.fits,
-        "memory": {
-            "what": "bytes of the rank with the most rows",
-            **{
-                place: {part: x for part, y in plan.memory.items() if (x := getattr(y, place))}
-                for place in ("device", "main")
-            },
-            "total": asdict(plan.total),
-        },
+        "memory": {**memory, "total": asdict(plan.total)},
         "limits": [{**asdict(limit), "over": max(0, limit.over)} for limit in plan.limits],
         "checkpoint_bytes": plan.checkpoint_bytes,
         "traffic": {
-            "unit": "bytes sent in a step by a rank",
             "steps_per_epoch": plan.steps_per_epoch,
-            "lookups": {k: float(plan.micro_batches * x.sum()) for k, x in rows.items()},
-            "sent": sent,
-            "with_duplicates": duplicated,
+            "lookups": {k: float(plan.micro_batches * x.sum()) for k, x in lookups.items()},
+            "sent": {kind: dict(zip(names, x, strict=True)) for kind, x in plan.sent.items()},
         },
         "step": {
             "what": "a model from bytes, operations and the device's speeds, not a measurement",
             "seconds": plan.step_seconds,
             "parts": plan.seconds,
-            "decisive": list(plan.decisive),
+            "decisive": [part for parts in plan.decisive.values() for part in parts],
             "bound": plan.bound,
         },
         "epoch_seconds": plan.epoch_seconds,
         "training_seconds": config.train.epochs * plan.epoch_seconds,
         "advice": [asdict(item) for item in advice],
-        "notes": [*notes(plan)],
+        "notes": notes(plan),
     }

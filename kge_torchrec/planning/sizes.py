@@ -6,7 +6,7 @@ Ids are assumed to be in no order of frequency within their node type.
 
 Letters, here and in the rest of this package: N rows of the table, D elements per row, T triples, W
 ranks, C chunks of b triples per rank, K candidates per chunk and side, G groups of entities, M node
-types. With all entities as candidates: Q queries of a step (the same on every rank).
+types, Q queries of a step with all entities as candidates (the same on every rank).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kge_torchrec.data.types import PARTS, runs_of_types
 from kge_torchrec.planning.devices import is_number
 from kge_torchrec.training.run_data import open_store
 
-_EXACT = 4096  # the most popular entities are each a group of their own
-_GROUPS = 4096  # groups for the other entities
+_GROUPS = 4096  # the most popular entities are each a group of their own; groups for the others
 # Batches drawn with this exponent have as many different entities as the batches of FB15k-237 (0.65
 # to 0.75) and WN18RR (0.55 to 0.6), rounded up.
 TYPICAL_SKEW = 0.7
-Runs = tuple[tuple[str, range], ...]
+Runs = Sequence[tuple[str, range]]  # runs of ids of one node type, with its label
+_NO_RUNS: Runs = ()
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,13 @@ class Sizes:
         entities: Number of entities, without features.
         relations: Number of relations.
         triples: T, of the training split.
-        probability: (G,) chance that a random head or tail is one particular entity of the group.
+        chance: (G,) that a random head or tail is one particular entity of the group.
         members: (G,) number of entities per group.
-        counted: Whether the probabilities are counts of real triples. A batch then draws them
-            without replacement.
-        runs: Runs of ids of one node type, with its label; features are one. Empty if the graph has
-            neither.
-        run: (G,) the run of ids that the entities of each group are of; None if it is not known.
+        runs: Those of the rows; of features too. One without types and features.
+        type: (G,) node type, as a place in ``types``.
+        counted: Whether the chances are counts of real triples, of which a batch draws each once.
         of_ends: (2, G) chance that a random entity of the type of a random head (tail) is one
-            particular entity of the group; None if there is only one type.
+            particular entity of the group; None if that is not known.
         features: Those of the entities, if there are any.
 
     Raises:
@@ -89,11 +87,11 @@ class Sizes:
     entities: int
     relations: int
     triples: int
-    probability: np.ndarray
+    chance: np.ndarray
     members: np.ndarray
+    runs: Runs
+    type: np.ndarray
     counted: bool = False
-    runs: Runs = ()
-    run: np.ndarray | None = None
     of_ends: np.ndarray | None = None
     features: FeatureSizes | None = None
 
@@ -111,15 +109,24 @@ class Sizes:
         skew: float = TYPICAL_SKEW,
         runs: Runs = (),
     ) -> Sizes:
-        """Return sizes with Zipf's law: the i-th entity occurs in proportion to i ** -skew."""
-        edges = np.arange(1, min(max(1, entities), _EXACT) + 2, dtype=np.float64)
-        if entities > _EXACT:
-            rest = np.geomspace(_EXACT + 1, entities + 1, _GROUPS + 1)
+        """Return sizes with Zipf's law: the i-th entity occurs in proportion to i ** -skew.
+
+        All types have the same share of each group.
+        """
+        edges = np.arange(1, min(max(1, entities), _GROUPS) + 2, dtype=np.float64)
+        if entities > _GROUPS:
+            rest = np.geomspace(_GROUPS + 1, entities + 1, _GROUPS + 1)
             edges = np.unique(np.concatenate([edges, np.round(rest)]))
-        members = np.diff(edges)
-        weight = _power_sums(edges, skew)
-        probability = weight / weight.sum() / members
-        return cls(entities, relations, triples, probability, members, runs=runs)
+        members, weight = np.diff(edges), _power_sums(edges, skew)
+        chance = weight / weight.sum() / members
+        runs = runs or [(ENTITY, range(entities))]
+        types = list(dict.fromkeys(kind for kind, _ in runs))
+        rows = np.zeros(len(types))
+        for kind, ids in runs:
+            rows[types.index(kind)] += len(ids)
+        chance, type = np.tile(chance, len(types)), np.repeat(np.arange(len(types)), len(members))
+        members = np.outer(rows / max(1, rows.sum()), members).ravel()
+        return cls(entities, relations, triples, chance, members, runs, type)
 
     @classmethod
     def of_store(cls, store: TripleStore) -> Sizes:
@@ -128,23 +135,8 @@ class Sizes:
         It maps the degrees itself, so that the pages that it reads do not stay in memory.
         """
         heads, tails = map(TripleStore.open(store.path).degrees, SIDES)
-        runs = tuple(runs_of_types(store))
-        sizes = cls.of_degrees(
-            heads, tails, store.num_relations, [x for x in runs if x[1].stop <= store.num_entities]
-        )
-        sizes = replace(sizes, runs=runs if len(runs) > 1 else ())
-        features = Features.of(store)
-        if features is None:
-            return sizes
-        assert sizes.run is not None
-        degrees = heads + tails
-        first = np.searchsorted(sizes.run, np.arange(len(runs) - 1))
-        groups = [
-            start + np.unique(degrees[ids.start : ids.stop], return_inverse=True)[1]
-            for start, (_, ids) in zip(first, runs, strict=False)
-        ]
-        group = np.repeat(np.concatenate(groups), features.indptr.diff().numpy())
-        return replace(sizes, features=FeatureSizes(features.count, features.ids.numpy(), group))
+        runs, features = runs_of_types(store), Features.of(store)
+        return cls.of_degrees(heads, tails, store.num_relations, runs, features)
 
     @classmethod
     def of_degrees(
@@ -152,55 +144,82 @@ class Sizes:
         heads: np.ndarray,
         tails: np.ndarray,
         relations: int = 1,
-        runs: Sequence[tuple[str, range]] = (),
+        runs: Runs = (),
+        features: Features | None = None,
     ) -> Sizes:
-        """Return the sizes of a graph without features.
+        """Return the sizes of a graph.
 
         Args:
             heads: (N,) triples that have each entity as head.
             tails: (N,) the same as tail.
             relations: Number of relations.
-            runs: The type and the ids of each run of ids of one type; all entities by default.
+            runs: Those of the rows; by default one of all entities.
+            features: Those of the entities.
         """
         runs, triples = runs or [(ENTITY, range(len(heads)))], int(heads.sum())
-        both = [[end[ids.start : ids.stop] for end in (heads, tails)] for _, ids in runs]
-        counted = [value_counts(map(np.add, *map(chunks, ends))) for ends in both]
+        of_entities = [run for run in runs if run[1].stop <= len(heads)]
+        ends = [[end[ids.start : ids.stop] for end in (heads, tails)] for _, ids in of_entities]
+        counted = [value_counts(map(np.add, *map(chunks, both))) for both in ends]
         degree, members = (np.concatenate(x) for x in zip(*counted, strict=True))
-        run = np.repeat(np.arange(len(runs)), [len(x) for x, _ in counted])
-        names, kind = np.unique([kind for kind, _ in runs], return_inverse=True)
+        order = list(dict.fromkeys(kind for kind, _ in of_entities))
+        of_run = np.array([order.index(kind) for kind, _ in of_entities])
+        type = np.repeat(of_run, [len(values) for values, _ in counted])
         of_ends = None
-        if len(names) > 1:
-            sizes = np.bincount(kind, [len(ids) for _, ids in runs])
-            totals = np.array([[end.sum() for end in ends] for ends in both])
-            of_kinds = np.stack([np.bincount(kind, end) for end in totals.T])
-            of_ends = (of_kinds / triples / sizes)[:, kind[run]]
-        chance, members = degree / (2 * triples), members.astype(np.float64)
-        counts = len(heads), relations, triples
-        return cls(*counts, chance, members, counted=True, run=run, of_ends=of_ends)
+        if len(order) > 1:
+            rows = np.bincount(of_run, [len(ids) for _, ids in of_entities])
+            totals = [[end.sum() for end in both] for both in ends]
+            of_types = np.stack([np.bincount(of_run, end) for end in np.transpose(totals)])
+            of_ends = (of_types / triples / rows)[:, type]
+        feature_sizes = None
+        if features is not None:
+            starts = accumulate((len(values) for values, _ in counted), initial=0)
+            groups = np.concatenate([
+                start + np.searchsorted(values, np.add(*both))
+                for start, both, (values, _) in zip(starts, ends, counted, strict=False)
+            ])  # fmt: skip
+            group = np.repeat(groups, features.indptr.diff().numpy())
+            feature_sizes = FeatureSizes(features.count, features.ids.numpy(), group)
+        return cls(
+            len(heads), relations, triples, degree / (2 * triples), members.astype(np.float64),
+            runs, type, True, of_ends, feature_sizes,
+        )  # fmt: skip
+
+    @property
+    def types(self) -> list[str]:
+        """The labels of the node types (M), features among them."""
+        return list(dict.fromkeys(kind for kind, _ in self.runs))
 
     @property
     def num_features(self) -> int:
-        """Number of features of entities, whose rows lie behind those of all entities."""
         return 0 if self.features is None else self.features.count
 
     @property
     def rows(self) -> int:
-        """N: rows of the table."""
+        """N: the rows of features lie behind those of all entities."""
         return self.entities + self.num_features
 
     @property
     def graph(self) -> GraphSize:
         """The counts that values for nulls of a config depend on."""
-        typed = not {kind for kind, _ in self.runs} <= {ENTITY, FEATURES}
-        return GraphSize(
-            self.entities, self.relations, self.triples, typed=typed, features=self.num_features
-        )
+        typed, counts = not {*self.types} <= {ENTITY, FEATURES}, (self.entities, self.relations)
+        return GraphSize(*counts, self.triples, typed=typed, features=self.num_features)
+
+    def rows_of_types(self, block: range) -> np.ndarray:
+        """Return the number of rows of each type (M,) in a block of ids."""
+        place = [self.types.index(kind) for kind, _ in self.runs]
+        edges = np.array([0, *(ids.stop for _, ids in self.runs)])
+        rows = np.diff(edges.clip(block.start, block.stop))
+        return np.bincount(place, rows, len(self.types)).astype(np.int64)
+
+    def per_type(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums over the entities of each type (M,) of a value per entity (G,)."""
+        return np.bincount(self.type, self.members * values, len(self.types))
 
     def drawn(self, power: float | None) -> np.ndarray:
         """Return (G,) chances of a draw in proportion to frequency ** power; uniform if None."""
         if power is None:
-            return np.full_like(self.probability, 1 / self.members.sum())
-        weight = np.where(self.probability > 0, self.probability**power, 0.0)
+            return np.full_like(self.chance, 1 / self.members.sum())
+        weight = np.where(self.chance > 0, self.chance**power, 0.0)
         return weight / (weight * self.members).sum()
 
     def occurring(self, positives: float, negatives: float, drawn: np.ndarray) -> np.ndarray:
@@ -212,29 +231,13 @@ class Sizes:
             drawn: (G,) chances of a draw.
         """
         with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss no entity
-            if not self.counted:
-                absent = 2 * positives * np.log1p(-self.probability)
-            else:
-                share = min(positives / self.triples, 1.0)
-                degree = self.probability * 2 * self.triples
+            absent = 2 * positives * np.log1p(-self.chance)
+            if self.counted:
+                degree, share = 2 * self.triples * self.chance, min(positives / self.triples, 1.0)
                 absent = np.where(degree > 0, degree * np.log1p(-share), 0.0)
             if negatives:
                 absent = absent + negatives * np.log1p(-drawn)
         return -np.expm1(absent)
-
-    def per_type(self, values: np.ndarray, types: Sequence[str]) -> np.ndarray:
-        """Return the sums over the entities of each type (M,) of a value per entity (G,).
-
-        In proportion to their numbers of entities, if it is not known where the groups are.
-        """
-        of_groups = self.members * values
-        if len(types) == 1:
-            return np.array([of_groups.sum()])
-        place = [types.index(kind) for kind, _ in self.runs]
-        if self.run is not None:
-            return np.bincount(np.array(place)[self.run], of_groups, len(types))
-        counts = np.bincount(place, [len(ids) for _, ids in self.runs], len(types))
-        return of_groups.sum() * counts / counts.sum()
 
     def cache_hits(self, chance: np.ndarray, ratio: float) -> float:
         """Return the share of a batch's different entities that a cache of popular rows holds.
@@ -243,7 +246,7 @@ class Sizes:
             chance: (G,) from ``occurring``.
             ratio: Share of the entities' rows that the cache holds.
         """
-        order = np.argsort(-self.probability, kind="stable")
+        order = np.argsort(-self.chance, kind="stable")
         members, chance = self.members[order], chance[order]
         room = ratio * members.sum() - (np.cumsum(members) - members)
         cached = np.clip(room, 0, members)
@@ -256,13 +259,9 @@ def _power_sums(edges: np.ndarray, exponent: float) -> np.ndarray:
     A group of several integers takes the integral from half a step before to half a step after,
     which is exact to 1e-8 beyond the first groups.
     """
-    low, high = edges[:-1] - 0.5, edges[1:] - 0.5
-    if exponent == 1:
-        sums = np.log(high / low)
-    else:
-        sums = (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
-    single = np.diff(edges) == 1
-    return np.where(single, edges[:-1] ** -exponent, sums)
+    x, rest = edges - 0.5, 1 - exponent
+    sums = np.diff(np.log(x) if exponent == 1 else x**rest / rest)
+    return np.where(np.diff(edges) == 1, edges[:-1] ** -exponent, sums)
 
 
 def find_sizes(
@@ -287,14 +286,13 @@ def find_sizes(
     """
     if skew is not None and not (is_number(skew) and 0 <= skew <= 3):
         raise ConfigError(f"--skew must be a number from 0 to 3, got {skew}")
-    runs: Runs = ()
+    law, runs = TYPICAL_SKEW if skew is None else skew, _NO_RUNS
     if isinstance(entities, str) and "=" in entities:
         runs = _runs_of_counts(entities)
         entities = runs[-1][1].stop
-    given = {"entities": entities, "relations": relations, "triples": triples}
-    counts: dict[str, Any] = {name: count(name, x) for name, x in given.items() if x is not None}
-    law = TYPICAL_SKEW if skew is None else skew
-    if len(counts) == len(given):
+    options = {"entities": entities, "relations": relations, "triples": triples}
+    counts: dict[str, Any] = {name: count(name, x) for name, x in options.items() if x is not None}
+    if len(counts) == len(options):
         return Sizes.of_counts(**counts, skew=law, runs=runs)
     path, flags = config.data.path, "--entities, --relations and --triples"
     if path == EMBEDDED and entities is not None:
@@ -337,7 +335,7 @@ def _runs_of_counts(text: str) -> Runs:
     counts = dict(sorted(counts.items()))
     sizes = [-(-(number - part) // PARTS) for part in range(PARTS) for number in counts.values()]
     ids = starmap(range, pairwise(accumulate(sizes, initial=0)))
-    runs = tuple((kind, x) for kind, x in zip([*counts] * PARTS, ids, strict=True) if x)
+    runs = [(kind, x) for kind, x in zip([*counts] * PARTS, ids, strict=True) if x]
     if not runs:
         raise ConfigError("entities must be at least 1, got 0")
     return runs

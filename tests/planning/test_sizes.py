@@ -28,7 +28,7 @@ def term_by_term(count: int, exponent: float, positives: int, negatives: int) ->
 def distinct(sizes: Sizes, positives: int, negatives: int, power=None) -> float:
     """The expected number of different entities in a batch."""
     chance = sizes.occurring(positives, negatives, sizes.drawn(power))
-    return sizes.per_type(chance, ["entity"])[0]
+    return sizes.per_type(chance).sum()
 
 
 def zipf(entities: int, skew: float) -> Sizes:
@@ -45,14 +45,14 @@ def zipf(entities: int, skew: float) -> Sizes:
 def test_zipf_is_the_sum_over_all_entities(count, exponent, positives, negatives):
     sizes = zipf(count, exponent)
     assert sizes.members.sum() == pytest.approx(count)
-    assert (sizes.probability * sizes.members).sum() == pytest.approx(1)
+    assert (sizes.chance * sizes.members).sum() == pytest.approx(1)
     exact = term_by_term(count, exponent, positives, negatives)
     assert distinct(sizes, positives, negatives) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_billion_entities_are_a_few_thousand_groups():
     sizes = zipf(10**9, 0.7)
-    assert len(sizes.probability) < 10_000
+    assert len(sizes.chance) < 10_000
     assert distinct(sizes, 1000, 0) == pytest.approx(2000, rel=0.01)
 
 

@@ -1,9 +1,8 @@
-"""Predicted traffic, and its time, against real worlds and against arithmetic."""
+"""Planned lookups, traffic and its time, against real ranks and against arithmetic."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,21 +13,52 @@ from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples, shared_folder
 from worlds import run_world
 
+from kge_torchrec import plan
+from kge_torchrec.config import Config
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import processes
+from kge_torchrec.data.types import runs_of_types
+from kge_torchrec.distributed.processes import processes, rows_by_rank
+from kge_torchrec.planning.report import report
 from kge_torchrec.planning.step import ETHERNET_SHARE, LATENCY
-from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
 STEPS = 15
+SIZES = {"author": 40, "place": 300, "user": 260}
 
 
-def sent(config) -> dict:
+@functools.cache
+def graph(features: bool = False) -> Path:
+    """The store of 700 entities, of which popular ones may have features."""
+    folder, triples, data = shared_folder(), random_triples(700, 5, 6000), None
+    if features:
+        pairs = (f"e{i}\tshared {i % 13}\t1\ne{i}\town {i // 2}\t1\n" for i in range(0, 700, 3))
+        (folder / "f.tsv").write_text("".join(pairs))
+        data = {"features": folder / "f.tsv"}
+        triples += [(f"e{3 * (i % 9)}", "r9", f"e{i}") for i in range(700)]
+    return prepare({"train": triples, "test": []}, folder / "s", data, log_notes=False).path
+
+
+@functools.cache
+def typed_graph(features: bool = False) -> Path:
+    """Most triples have an author: a small type at the start of the ids."""
+    random, folder = np.random.default_rng(0), shared_folder()
+    ends = [("author", "made", "place")] * 3 + [("user", "visits", "place")]
+    triples = [
+        (f"{head}:{random.integers(SIZES[head])}", name, f"{tail}:{random.integers(SIZES[tail])}")
+        for head, name, tail in ends * 1000
+    ]
+    triples += [(f"user:{k}", "visits", f"place:{k}") for k in range(260)]
+    pairs = (f"place:{k}\ttag {k % 7}\t1\nplace:{k}\tname {k}\t1\n" for k in range(0, 300, 2))
+    (folder / "f.tsv").write_text("".join(pairs))
+    data = {"types": "prefix", "features": folder / "f.tsv" if features else None}
+    splits = {"train": list(dict.fromkeys(triples)), "test": []}
+    return prepare(splits, folder / "store", data, log_notes=False).path
+
+
+def sent(config: Config) -> dict[str, float]:
     """On a rank: bytes that it sends in a step."""
-    from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
-
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
         engine = build_backend(config, store, ranks)
@@ -40,22 +70,6 @@ def sent(config) -> dict:
             for _ in range(STEPS):
                 pipeline.progress(stream)
     return {kind: size / STEPS for kind, size in watch.sent.items()}
-
-
-FEATURES = "".join(
-    f"e{i}\tshared {i % 13}\t1\ne{i}\town {i // 2}\t1\n" for i in range(0, 700, 3)
-)  # fmt: skip
-
-
-@functools.cache
-def graph(features: bool = False) -> Path:
-    """The store of 700 entities, of which popular ones may have features."""
-    folder, triples, data = shared_folder(), random_triples(700, 5, 6000), None
-    if features:
-        (folder / "f.tsv").write_text(FEATURES)
-        data = {"features": folder / "f.tsv"}
-        triples += [(f"e{3 * (i % 9)}", "r9", f"e{i}") for i in range(700)]
-    return prepare({"train": triples, "test": []}, folder / "s", data, log_notes=False).path
 
 
 SHARED = {"negatives__count": 64}
@@ -91,38 +105,99 @@ SPLIT = {"model__scorer": "rescal", "dense__wrapper": "fsdp", "train__accumulati
 def test_ranks_send_what_is_planned(world_size, keys, features):
     """Within 5 %, the mean of all ranks: for every kind, or in all against all entities."""
     config = config_of(graph(features), **{"train__batch_size": 256, **keys})
-    plan, ranks = stored(config, f"{world_size}xCPU"), run_world(world_size, sent, config)
+    planned, ranks = stored(config, f"{world_size}xCPU"), run_world(world_size, sent, config)
     measured = {kind: sum(rank[kind] for rank in ranks) / world_size for kind in ranks[0]}
-    planned = {kind: sum(plan.sent.get(kind, (0, 0))) for kind in measured}
-    if plan.is_full:  # sums of rows, of their gradients and of dense ones are alike
-        planned, measured = ({"all": sum(x.values())} for x in (planned, measured))
-    assert planned == pytest.approx(measured, rel=0.05)
+    sizes = {kind: sum(planned.sent.get(kind, (0, 0))) for kind in measured}
+    if planned.is_full:  # sums of rows, of their gradients and of dense ones are alike
+        sizes, measured = ({"all": sum(x.values())} for x in (sizes, measured))
+    assert sizes == pytest.approx(measured, rel=0.05)
+
+
+def ids_on_ranks(config: Config) -> np.ndarray:
+    """On a rank: the rows of each run of ids (R) that it looks up on each rank in a step."""
+    with processes("cpu") as ranks:
+        store = TripleStore.open(config.data.path)
+        stream = build_batches(config, store, ranks).epoch(0)
+        ids = np.concatenate([next(stream).ids.values().numpy() for _ in range(STEPS)])
+        blocks, runs = rows_by_rank(store.num_rows, ranks.world_size), runs_of_types(store)
+    run = np.searchsorted([ids.stop for _, ids in runs], ids, side="right")
+    owner = np.searchsorted([block.stop for block in blocks], ids, side="right")
+    counts = np.bincount(run * len(blocks) + owner, minlength=len(runs) * len(blocks))
+    return counts.reshape(-1, len(blocks)) / STEPS
+
+
+@pytest.mark.parametrize(
+    ("keys", "features"),
+    [
+        ({"negatives__among": "all"}, False),
+        ({"negatives__among": "types"}, False),
+        ({"negatives__among": "types", "negatives__sides": "head", "model__reciprocal": False},
+         False),
+        ({"negatives__among": "types", "negatives__among_options": {"share": 0.5}}, False),
+        ({"negatives__among": "types"}, True),
+    ],
+)  # fmt: skip
+def test_ranks_read_as_many_rows_of_each_type_as_planned(keys, features):
+    config = config_of(typed_graph(features), train__batch_size=256, negatives__count=32, **keys)
+    planned = stored(config, "4xCPU")
+    measured = np.stack(run_world(4, ids_on_ranks, config), 1)  # (runs, from, to)
+    kinds = [kind for kind, _ in runs_of_types(TripleStore.open(config.data.path))]
+    of_type = np.array([[kind == name for kind in kinds] for name in planned.sizes.types])
+    rank, busiest, times = planned.busiest
+    assert busiest == pytest.approx(of_type @ measured.sum(1)[:, rank], rel=0.12, abs=5)
+    assert 4 * planned.batch.distinct == pytest.approx(of_type @ measured.sum((1, 2)), rel=0.05)
+    loads = measured.sum((0, 1))
+    assert rank == loads.argmax() or times < 1.05  # equal ranks are in any order
+    assert times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
+    said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
+    assert (said in report(planned)) == (times >= 1.05)
+    if not features:  # whose rows lie behind all entities, on the last rank
+        assert times < 1.05
+
+
+def test_types_without_data_are_looked_up_in_proportion_to_their_number():
+    config = config_of(typed_graph(), train__batch_size=256, negatives__count=32)
+    sizes = {"entities": "author=1k,place=6k,user=3k", "relations": 3, "triples": 10**5}
+    words = "in proportion to their number"
+    assert any(words in note for note in plan(config, devices="8xH100", **sizes)["notes"])
+    assert not any(words in note for note in plan(config, devices="8xH100")["notes"])
+    batch = stored(config, "8xH100").batch
+    assert batch.lookups[0] > 0.2 * batch.lookups.sum()  # of 7 % of the rows
+
+
+def test_the_time_of_a_type_follows_its_optimizer():
+    times = []
+    for optimizer in ("sgd", "adam"):
+        tables = {"place": {"optimizer": optimizer}}
+        config = config_of(typed_graph(), train__batch_size=256, entities__tables=tables)
+        times.append(stored(config).seconds["table optimizer"])
+    assert times[1] > 1.2 * times[0]
 
 
 def test_features_are_looked_up_as_planned():
     store = TripleStore.open(graph(features=True))
     config = config_of(store.path, train__batch_size=64, negatives__count=16)
-    plan, on_gpu = stored(config), stored(config, "1xH100")
-    table = store.features()
-    assert on_gpu.memory["triples"].device == (
+    planned, table = stored(config), store.features()
+    assert stored(config, "1xH100").memory["triples"].device == (
         12 * len(store.train) + 9 * store.num_entities + 12 * len(table[2])
     )
     with processes("cpu") as ranks:
         batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
-    looked_up = np.mean([len(b.ids.values()) for b in batches])
-    assert looked_up == pytest.approx(plan.batch.distinct.sum(), rel=0.03)
-    assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(plan.batch.pairs, rel=0.05)
+    looked_up, pairs = (np.mean([f(b) for b in batches]) for f in (
+        lambda b: len(b.ids.values()), lambda b: len(b.bags.row)))  # fmt: skip
+    assert looked_up == pytest.approx(planned.batch.distinct.sum(), rel=0.03)
+    assert pairs == pytest.approx(planned.batch.pairs, rel=0.05)
 
 
 def test_vectors_of_entities_with_features_take_memory():
-    config = config_of(graph(features=True), negatives__regime="allvsall", loss__name="bce")
-    plan = stored(config, "2xH100")
-    one = replace(plan.sizes, features=None, entities=plan.sizes.rows, runs=())
-    plain = replace(plan, sizes=one)
-    assert plan.examples == 2 * 700 * 6
-    rows, features = (4 * 8 * n for n in (-(-plan.sizes.rows // 2), plan.sizes.num_features))
-    assert plan.memory["gradients"].device == rows and "gradients" not in plain.memory
-    more = plan.memory["rows and ids"].device - plain.memory["rows and ids"].device
+    keys = {"negatives__regime": "allvsall", "loss__name": "bce"}
+    planned = stored(config_of(graph(features=True), **keys), "2xH100")
+    plain = plan_of("2xH100", planned.sizes.rows, 6, planned.sizes.triples, model__dim=8, **keys)
+    assert planned.examples == 2 * 700 * 6
+    rows, features = (4 * 8 * n for n in (planned.rows.sum(), planned.sizes.num_features))
+    assert planned.memory["gradients"].device == rows and "gradients" not in plain.memory
+    more = planned.memory["rows and ids"].device
+    more -= planned.fetched * (12 * 8 + 24)
     assert more == rows + 2 * features > rows
 
 
@@ -132,22 +207,20 @@ def test_single_device_sends_nothing():
 
 def test_hosts_divide_what_is_sent():
     """8 ranks on 2 hosts: 3 of 7 others are on one's own host; a ring passes both hosts."""
-    plan = plan_of("8xH100", 80_000, train__batch_size=512, hosts=2)
+    planned = plan_of("8xH100", 80_000, train__batch_size=512, hosts=2)
     for kind in ("rows", "gradients"):
-        within, between = plan.sent[kind]
+        within, between = planned.sent[kind]
         assert within / between == pytest.approx(3 / 4, rel=1e-6)
-    assert plan.sent["dense"][0] == 0 < plan.sent["dense"][1]
-    split = plan.changed({"dense.wrapper": "hybrid"})
+    assert planned.sent["dense"][0] == 0 < planned.sent["dense"][1]
+    split = planned.changed({"dense.wrapper": "hybrid"})
     assert split.sent["dense"][0] > 0  # a copy is split within a host
     assert plan_of("8xH100", 80_000).sent["dense"][1] == 0
 
 
 def test_layouts_send_what_they_must():
-    def sent_by(layout: str):
-        return plan_of("4xH100", 8000, model__dim=64, layout=layout)
-
-    rows, columns, table, copies = map(
-        sent_by, ("row_wise", "column_wise", "table_wise", "data_parallel")
+    rows, columns, table, copies = (
+        plan_of("4xH100", 8000, model__dim=64, layout=layout)
+        for layout in ("row_wise", "column_wise", "table_wise", "data_parallel")
     )
     assert sum(columns.sent["ids"]) > 3.9 * sum(rows.sent["ids"])
     assert columns.sent["rows"] == pytest.approx(rows.sent["rows"])
@@ -163,45 +236,38 @@ def test_layouts_send_what_they_must():
 def test_deduplication_saves_more_the_more_skewed_entities_are():
     saved = []
     for skew in (0.0, 0.7, 1.2):
-        plan = plan_of("4xH100", 10**6, triples=10**6, skew=skew, train__batch_size=8192)
-        saved.append(1 - plan.sent["rows"][0] / plan.sent_with_duplicates["rows"][0])
+        batch = plan_of("4xH100", 10**6, triples=10**6, skew=skew, train__batch_size=8192).batch
+        saved.append(1 - batch.distinct.sum() / batch.lookups.sum())
     assert saved == sorted(saved)
     assert saved[0] < 0.03 < 0.2 < saved[2]
 
 
-def test_links_change_what_they_name():
+@pytest.mark.parametrize(
+    ("devices", "link", "share"),
+    [("8xH100", "within_host", 0.7), ("8xH100", "between_hosts", 0.7),
+     ("2xCPU", "between_hosts", ETHERNET_SHARE)],
+)  # fmt: skip
+def test_a_link_takes_time_for_what_passes_it(devices, link, share):
     keys = {"train__batch_size": 4096, "hosts": 2}
-    usual = plan_of("8xH100", 20_000, **keys)
-    for at, name in enumerate(("within_host", "between_hosts")):
-        speed = getattr(usual.cluster.device, name)
-        other = plan_of("8xH100", 20_000, links={name: speed / 2e9}, **keys)
-        more = usual.sent["rows"][at] / 0.7 / speed
-        part = "exchange of rows"
-        assert other.seconds[part] - usual.seconds[part] == pytest.approx(more, rel=1e-6)
-        assert other.seconds["scoring"] == usual.seconds["scoring"]
+    usual = plan_of(devices, 20_000, **keys)
+    speed, part = getattr(usual.cluster.device, link), "exchange of rows"
+    other = plan_of(devices, 20_000, links={link: speed / 2e9}, **keys)
+    more = usual.sent["rows"][link == "between_hosts"] / share / speed
+    assert other.seconds[part] - usual.seconds[part] == pytest.approx(more, rel=1e-6)
+    assert other.seconds["scoring"] == usual.seconds["scoring"]
 
 
-def test_ethernet_between_cpus():
-    links = {"between_hosts": 0.125}
-    plan = plan_of("2xCPU", 20_000, train__batch_size=4096, hosts=2, links=links)
-    size = plan.sent["rows"][1]
-    assert plan.seconds["exchange of rows"] == pytest.approx(size / 1.25e8 / ETHERNET_SHARE)
+def test_starting_collectives_takes_longer_on_more_ranks():
+    """Lookups send a message to each rank; sums go around a ring."""
 
+    def starts(ranks: int, **keys) -> float:
+        planned = plan_of(f"{ranks}xCPU", 20_000, hosts=ranks, **keys)
+        return planned.seconds["starting collectives"]
 
-def test_collectives_of_many_ranks_have_more_messages():
-    starts = [
-        plan_of(f"{ranks}xCPU", 20_000, train__batch_size=4096, hosts=ranks)
-        .seconds["starting collectives"]
-        for ranks in (2, 66)
-    ]  # fmt: skip
-    assert starts[1] - starts[0] == pytest.approx(64 * (5 * 1e-4 + 2 * LATENCY["between"]))
-
-
-def test_sums_against_all_entities_go_around_a_ring():
-    keys = {"negatives__regime": "1vsall", "train__batch_size": 16}
-    starts = [
-        plan_of(f"{ranks}xCPU", 2000, hosts=ranks, **keys).seconds["starting collectives"]
-        for ranks in (2, 6)
-    ]
-    assert starts[0] == pytest.approx(4 * LATENCY["between"])
-    assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])
+    latency, sampled = LATENCY["between"], {"train__batch_size": 4096}
+    assert starts(66, **sampled) - starts(2, **sampled) == pytest.approx(
+        64 * (5 * 1e-4 + 2 * latency)
+    )
+    full = {"negatives__regime": "1vsall", "train__batch_size": 16}
+    assert starts(2, **full) == pytest.approx(4 * latency)
+    assert starts(6, **full) == pytest.approx(4 * (1 + 2 * 4) * latency)
