@@ -17,6 +17,7 @@ from kge_torchrec.config import Config, ConfigError, TrainConfig, all_keys
 from kge_torchrec.config.describe import help_of, json_schema, keys_help, keys_page
 from kge_torchrec.config.options import Typed, parse_options
 from kge_torchrec.config.parser import CONFIGS, config_from_dict, load_config
+from kge_torchrec.data.negatives import UniformSampler
 
 DEFAULTS = {
     f"{group}.{name}" if name else group: value
@@ -345,6 +346,37 @@ def test_text_that_looks_like_a_number_stays_text(written):
 def test_command_line_may_take_the_effect_from_a_count_of_a_file(written):
     path = written("negatives: {count: 9}\n")
     assert load_config(path, ["--negatives.regime", "1vsall"]).negatives.count == 9
+
+
+@pytest.mark.parametrize("among", ["seen", "types"])
+def test_restricted_candidates_have_no_log_q(among):
+    said = f"negatives.log_q: with negatives.among {among} it depends on the triple what is drawn"
+    assert error_of({"negatives.among": among, "negatives.log_q": True}).startswith(said)
+    assert load_config(None, {"negatives.log_q": True, "negatives.among": "all"})
+
+
+def test_saved_config_may_have_numbers_without_effect(tmp_path):
+    """``Config.save`` writes every key, with numbers for all that were null."""
+    config = config_from_dict({"negatives.regime": "kvsall", "negatives.count": 9})
+    config.save(tmp_path / "best.yaml")
+    assert load_config(tmp_path / "best.yaml").negatives.count == 9
+
+
+class Needy(UniformSampler):
+    """A foreign sampler with an option that has no default."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Its options."""
+
+        temperature: float
+
+
+def test_option_without_a_default_of_a_foreign_part_must_be_set():
+    keys = {"negatives.sampling": f"{__name__}:Needy"}
+    said = "negatives.options.temperature: Needy has no default for it; set it"
+    assert error_of(keys) == said
+    assert load_config(None, keys | {"negatives.options": {"temperature": 1}})
 
 
 def test_misleading_suggestions_are_not_made():
