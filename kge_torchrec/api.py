@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
-from kge_torchrec.data.readers.files import Sources
+from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.trained_run import Run
@@ -27,7 +27,7 @@ def train(
     config: AnyConfig = None,
     callbacks: Sequence[Callback] = (),
     rank_test: bool = True,
-    triples: Mapping[str, InMemory] | None = None,
+    triples: Mapping[str, InMemory] | InMemory | None = None,
 ) -> Run:
     """Train, rank test with the best model, and return the run.
 
@@ -40,8 +40,9 @@ def train(
             after every interval ("step"), epoch ("epoch") and validation ("valid").
         rank_test: False does not rank test, and its results are None.  Hyperparameter searches
             use it.
-        triples: Splits in memory to train on instead of data.path, {"train": triples, ...} or
-            {"whole": triples} in the form for ``prepare``.
+        triples: Triples in memory to train on instead of data.path, in the form for ``prepare``,
+            such as a data frame with columns head, relation and tail, which data.split splits. Or
+            splits of them, {"train": triples, "valid": triples, "test": triples}.
 
     Raises:
         ConfigError: The config is invalid.
@@ -54,6 +55,8 @@ def train(
         RankLost: Another rank died.
     """
     extras = Extras(callbacks, rank_test, _race)
+    if triples is not None and not isinstance(triples, Mapping):
+        triples = {WHOLE: triples}
     folder = train_run(as_config(config), extras, triples)
     return Run(folder.path, folder.load_config())
 

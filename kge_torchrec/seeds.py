@@ -184,20 +184,41 @@ def resume_seeds(path: str | Path, settings: Sequence[str] = ()) -> SeedRuns:
     return train_seeds(config, runs.seeds)
 
 
-def spread(
-    results: Mapping[int, Results],
-) -> dict[str, dict[str, tuple[float, float | None]]]:
+Spread = dict[str, dict[str, tuple[float, float | None]]]  # mean and deviation, by row and metric
+
+
+def spread(results: Mapping[int, Results]) -> Spread:
     """Return mean and sample standard deviation of the realistic metrics, by side and name.
 
-    The deviation of one run is None.
+    Baselines are beside the sides, with the ranks of both. The deviation of one run is None.
     """
-    runs = list(results.values())
-    spreads: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for side in (side for side in ("head", "tail", "both") if side in runs[0]):
-        spreads[side] = {}
-        for name in runs[0][side]["realistic"]:
-            values = [float(run[side]["realistic"][name]) for run in runs]
-            spreads[side][name] = mean(values), stdev(values) if len(values) > 1 else None
+    runs = []
+    for run in results.values():
+        rows = {side: run[side] for side in ("head", "tail", "both") if side in run}
+        rows |= {name: x["both"] for name, x in run.get("baselines", {}).items()}
+        runs.append({name: row["realistic"] for name, row in rows.items()})
+    return _spread(runs)
+
+
+def list_spread(results: Mapping[int, Results]) -> Spread:
+    """Return the same of recall and NDCG, by model and baseline; {} without recommendations."""
+    runs = []
+    for run in results.values():
+        if "recommendation" in run:
+            stats = run["recommendation"]
+            names = [name for name in stats if name.startswith(("recall@", "ndcg@"))]
+            rows = {"model": stats, **run.get("recommendation_baselines", {})}
+            runs.append({by: {x: row[x] for x in names} for by, row in rows.items() if row})
+    return _spread(runs) if runs else {}
+
+
+def _spread(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> Spread:
+    spreads: Spread = {}
+    for row, metrics in runs[0].items():
+        spreads[row] = {}
+        for name in metrics:
+            values = [float(run[row][name]) for run in runs]
+            spreads[row][name] = mean(values), stdev(values) if len(values) > 1 else None
     return spreads
 
 

@@ -10,6 +10,7 @@ Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,17 +23,26 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kge_torchrec.config import Config, EvaluationConfig
+from kge_torchrec.config.checks import check
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.types import Ends, Vocabularies
-from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
+from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.ranking.baselines import (
+    Task,
+    candidate_counts,
+    frequent_among_lists,
+    list_baselines,
+    rank_baselines,
+)
 from kge_torchrec.ranking.blocks import triple_scores
 from kge_torchrec.ranking.candidates import Candidates, make_candidates
 from kge_torchrec.ranking.fixed import FixedLists, rank_among_lists, read_lists
+from kge_torchrec.ranking.novelty import Novelty
 from kge_torchrec.ranking.ranks import Ranks, rank_triples
 from kge_torchrec.ranking.recommendation import Recommendations, recommend
 from kge_torchrec.ranking.search import Queries, RankOptions, top_k
@@ -274,7 +284,7 @@ class TrainedModel:
             if evaluation.candidates == "fixed":
                 return rank_among_lists(*parts, self._fixed_lists(evaluation, split), bar.update)
             only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
-            options = RankOptions(only, None, evaluation.batch_size, bar.update)
+            options = RankOptions(only, None, evaluation.batch_size, progress=bar.update)
             return rank_triples(*parts, known, options)
 
     def recommendations_of(
@@ -284,6 +294,7 @@ class TrainedModel:
         evaluation: EvaluationConfig,
         k: int,
         side: Side = "tail",
+        novelty: float = 0.0,
     ) -> Recommendations:
         """Return the ranks of triples as answers to their users, and the users' lists.  Collective.
 
@@ -293,6 +304,7 @@ class TrainedModel:
             evaluation: The ``evaluation`` section of the config.
             k: The length of the lists.
             side: The side to recommend.
+            novelty: See ``novelty``.
 
         Raises:
             ConfigError: The candidates are lists of single triples.
@@ -301,8 +313,47 @@ class TrainedModel:
         known = self.known("recommendations").filter_index(KNOWN_OF[split])
         only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
         with self.bar(len(triples), f"recommend {split}", "answer") as bar:
-            options = RankOptions(only, None, evaluation.batch_size, bar.update)
+            options = RankOptions(
+                only, None, evaluation.batch_size, self.novelty(novelty), bar.update
+            )
             return recommend(self.scorer, self.shard, triples, known, k, options, side)
+
+    def baselines_of(
+        self, triples: np.ndarray, split: str | None, evaluation: EvaluationConfig
+    ) -> dict[str, Any]:
+        """Return the metrics of baselines beside those of ``ranks_of``, by name. Collective."""
+        store, triples = self.known("ranking"), np.asarray(triples, np.int64)
+        if evaluation.candidates == "fixed":
+            lists = self._fixed_lists(evaluation, split)
+            return on_first_rank(
+                self.processes, lambda: frequent_among_lists(store, triples, lists)
+            )
+        known = store.filter_index(FILTERS[split or "test"], None if split else triples)
+        tasks = {side: self._task(triples, side, known, evaluation) for side in SIDES}
+        return on_first_rank(self.processes, lambda: rank_baselines(tasks, triples))
+
+    def list_baselines_of(
+        self,
+        triples: np.ndarray,
+        split: str,
+        evaluation: EvaluationConfig,
+        cutoffs: Sequence[int],
+        side: Side = "tail",
+    ) -> dict[str, Any]:
+        """Return the metrics of baselines beside those of ``recommendations_of``. Collective."""
+        triples = np.asarray(triples, np.int64)
+        known = self.known("recommendations").filter_index(KNOWN_OF[split])
+        task = self._task(triples, side, known, evaluation)
+        return on_first_rank(self.processes, lambda: list_baselines(task, triples, cutoffs))
+
+    def _task(
+        self, triples: np.ndarray, side: Side, known: FilterIndex, evaluation: EvaluationConfig
+    ) -> Task:
+        """Return what baselines are ranked among. Collective."""
+        store = self.known("ranking")
+        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
+        sizes = candidate_counts(only, side, triples, store, self.shard)
+        return Task(store, side, known, only, sizes)
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
@@ -318,6 +369,18 @@ class TrainedModel:
             return None
         store, rows = self.known("restricted candidates"), self.shard.row_range
         return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
+
+    def novelty(self, weight: float) -> Novelty | None:
+        """Return what popular answers lose with a weight; None for 0. Collective.
+
+        Raises:
+            ConfigError: The weight is not finite.
+        """
+        check(math.isfinite(weight), "novelty", "a finite number, such as 0.5", weight)
+        if not weight:
+            return None
+        store, rows = self.known("novelty"), self.shard.row_range
+        return self._kept(("novelty", f"{weight}"), lambda: Novelty(store, rows, weight))
 
     def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
         """Return what ``make`` returns; the newest ``CANDIDATES`` results are kept. Collective."""

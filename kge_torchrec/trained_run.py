@@ -23,7 +23,9 @@ from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import import_modules
 from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data import SPLITS
+from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.data.reading import columns_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
@@ -99,6 +101,11 @@ class Run(Answering):
         """
         return self.model.entities
 
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table of triples, by the config's data.columns and data.relation."""
+        return columns_of(self.config.data, False)
+
     @cached_property
     def _store(self) -> TripleStore:
         return TripleStore.open(self.folder.store_of(self.config.data.path))
@@ -122,6 +129,7 @@ class Run(Answering):
         candidates_options: Mapping[str, Any] | None = None,
         recommend: Sequence[int] = (),
         side: Side = "tail",
+        novelty: float = 0.0,
     ) -> dict[str, Any]:
         """Rank a split, with filtering, using the best (or newest) checkpoint.
 
@@ -144,6 +152,7 @@ class Run(Answering):
                 fixed ones.
             recommend: The lengths k of lists of recommendations.
             side: With ``recommend``, the side to recommend; "head" takes (tail, relation) as user.
+            novelty: With ``recommend``, the novelty of the lists; see ``Run.recommend``.
 
         Returns:
             {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
@@ -169,8 +178,9 @@ class Run(Answering):
             one_of("side", side, SIDES)
             if triples is not None:
                 raise ConfigError("recommend: it takes a split, not triples; leave triples out")
-        elif side != "tail":
-            raise ConfigError(f"side {side} has no effect without recommend: leave it out")
+        elif side != "tail" or novelty:
+            given = f"side {side}" if side != "tail" else f"novelty {novelty}"
+            raise ConfigError(f"{given} has no effect without recommend: leave it out")
         options = {**(candidates_options or {}), **({} if types is None else {"types": types})}
         paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
         evaluation = self._evaluation(candidates, options | paths)
@@ -182,13 +192,18 @@ class Run(Answering):
             raise ConfigError(f"{store.path} has no {split} triples")
         group: Callable[[Grouping], dict[str, Any]]
         if recommend:
-            lists = model.recommendations_of(ids, split, evaluation, max(recommend), side)
+            lists = model.recommendations_of(ids, split, evaluation, max(recommend), side, novelty)
             results = recommendation_metrics(lists, recommend)
+            beside = model.list_baselines_of(ids, split, evaluation, recommend, side)
+            results["recommendation_baselines"] = beside
             split, ids = f"{split}-recommendations", np.append(lists.triples, lists.listed(), 0)
             group = partial(grouped_recommendations, lists, recommend)
         else:
             ranks = model.ranks_of(ids, split if own is None else None, evaluation)
             results, group = metrics(ranks), partial(grouped, ranks)
+            results["baselines"] = model.baselines_of(
+                ids, split if own is None else None, evaluation
+            )
         if own is not None:
             split, results["triples"] = "triples", _where_known(store, own)
         if by:

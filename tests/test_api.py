@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,9 +107,19 @@ def test_train_accepts_triples_in_memory(tmp_path):
         api.train({"run.resume": "auto", "run.dir": str(tmp_path / "auto")}, triples=splits)
     with pytest.raises(DataError, match="no training triples"):
         api.train(config_of("countries", tmp_path / "none"), triples={"train": []})
-    with pytest.raises(DataError, match=r'such as {"train": triples}; name the split'):
-        api.train(config_of("countries", tmp_path / "none"), triples=triples)
     assert not (tmp_path / "none").exists()
+
+
+def test_train_splits_one_table_of_triples(tmp_path):
+    triples = random_triples(12, 2, 100)
+    columns = dict(zip(("head", "relation", "tail"), zip(*triples, strict=True), strict=True))
+    results = []
+    for name, table in (("list", triples), ("table", pa.table(columns))):
+        with api.train(config_of("countries", tmp_path / name), triples=table) as run:
+            sizes = [len(run.model.store.split(split)) for split in ("train", "valid", "test")]
+            assert min(sizes) > 3 and sizes[0] > 70
+            results.append(run.results["test"])
+    assert results[0] == results[1] and results[0] is not None
 
 
 def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:

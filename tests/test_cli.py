@@ -62,8 +62,9 @@ def test_results_have_the_promised_shape(run):
     results = json.loads((run / "results.json").read_text())
     assert (run / "checkpoints" / results["checkpoint"]["name"]).is_dir()
     assert set(results) == {"checkpoint", "test", "valid", "train", "notes"}
-    assert set(results["test"]) == {"head", "tail", "both"}
-    for kinds in results["test"].values():
+    baseline = results["test"].pop("baselines")["most frequent"]
+    assert set(results["test"]) == set(baseline) == {"head", "tail", "both"}
+    for kinds in [*results["test"].values(), *baseline.values()]:
         assert set(kinds) == {"optimistic", "realistic", "pessimistic"}
         for values in kinds.values():
             assert set(values) == {"mrr", "mr", "hits@1", "hits@3", "hits@10"}
@@ -88,10 +89,10 @@ def test_evaluate_reproduces_the_results(run, capsys):
     assert json.loads(capsys.readouterr().out) == expected
     assert main(["evaluate", str(run), "--split", "valid"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in out[2:5]] == ["head", "tail", "both"]
-    assert re.fullmatch(r"checkpoint of epoch \d, selected by valid mrr 0\.\d{4}", out[5])
+    assert [line.split()[0] for line in out[2:6]] == ["head", "tail", "both", "most"]
+    assert re.fullmatch(r"checkpoint of epoch \d, selected by valid mrr 0\.\d{4}", out[-1])
     assert main(["evaluate", str(run), "--ties"]) == 0
-    assert capsys.readouterr().out.count("pessimistic") == 3
+    assert capsys.readouterr().out.count("pessimistic") == 4
 
 
 def test_settings_stand_before_or_after_the_config(tmp_path, capsys):

@@ -21,7 +21,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import words_of
 from kge_torchrec.distributed.processes import on_first_rank, processes
-from kge_torchrec.seeds import paired_test, parse_seeds, spread, two_sided_p
+from kge_torchrec.seeds import list_spread, paired_test, parse_seeds, spread, two_sided_p
 from kge_torchrec.training.stop_signal import TrainingStopped
 
 QUICK = {**QUIET, "train.batch_size": 256}
@@ -68,6 +68,20 @@ def test_mean_and_sample_deviation():
     stats = spread({0: ranks(0.2), 1: ranks(0.4)})["both"]["mrr"]
     assert stats == (pytest.approx(0.3), pytest.approx(0.02**0.5))
     assert spread({0: ranks(0.2)})["both"]["mrr"] == (0.2, None)
+    several = {seed: {**ranks(0.2), "baselines": {"most frequent": ranks(0.1)}} for seed in (0, 1)}
+    assert spread(several)["most frequent"]["mrr"] == (0.1, 0.0)
+
+
+def test_spread_of_lists_has_the_baselines():
+    def lists(recall):
+        own = {"recall@5": recall, "ndcg@5": 0.3, "auc": 0.9}
+        others = {"most popular": {**own, "recall@5": 0.1}, "item-kNN": None}
+        return {"recommendation": own, "recommendation_baselines": others}
+
+    stats = list_spread({0: lists(0.2), 1: lists(0.4)})
+    assert stats["model"]["recall@5"] == (pytest.approx(0.3), pytest.approx(0.02**0.5))
+    assert stats["most popular"] == {"recall@5": (0.1, 0.0), "ndcg@5": (0.3, 0.0)}
+    assert list(stats) == ["model", "most popular"] and list_spread({0: ranks(0.1)}) == {}
 
 
 # Critical values of Student's t, two-sided, from the usual tables.
@@ -95,7 +109,7 @@ def test_evaluate_shows_mean_deviation_and_paired_test(folders, capsys):
     names = [str(folder) for folder in folders.values()]
     assert main(["evaluate", *names]) == 0
     table, test = capsys.readouterr().out.split("\n\n")
-    assert table.count("±") == 2 * 3 * 5
+    assert table.count("±") == 2 * 4 * 5  # a baseline beside the sides
     assert test.startswith(f"paired t-test of {names[1]} against {names[0]}")
     assert test.splitlines()[1].split() == ["metric", "difference", "t", "p"]
     assert 0 < float(test.splitlines()[3].split()[3]) < 1
@@ -110,12 +124,12 @@ def test_evaluate_shows_mean_deviation_and_paired_test(folders, capsys):
 
     assert main(["evaluate", *names, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["side"] for row in rows] == ["head", "tail", "both"] * 2
+    assert [row["side"] for row in rows] == ["head", "tail", "both", "most frequent"] * 2
     assert float(rows[2]["mrr"]) == pytest.approx(stats["mean"]["both"]["mrr"])
     assert float(rows[2]["mrr_std"]) == pytest.approx(stats["std"]["both"]["mrr"])
 
     assert main(["evaluate", names[0], "--seeds", "0,2", "--format", "latex"]) == 0
-    assert capsys.readouterr().out.count(r"$\pm$") == 3 * 5
+    assert capsys.readouterr().out.count(r"$\pm$") == 4 * 5
 
 
 def test_other_splits_are_ranked(folders, capsys):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
+import pyarrow as pa
 import torch
-from torch import Tensor
 
-from kge_torchrec.answers.files import FileReport, answer_file, read_triples, score_file
+from kge_torchrec.answers.files import TRIPLES, FileReport, answer_file, score_file
 from kge_torchrec.answers.queries import (
     FEW,
     MEANINGS,
@@ -25,12 +25,15 @@ from kge_torchrec.answers.queries import (
     predictions,
     recommended,
 )
+from kge_torchrec.answers.tables import answer_table, is_many, is_table, score_table
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
+from kge_torchrec.trained_model import Label, TrainedModel, check_side
 
-Triple = tuple[Label, Label, Label]
+# Labels or ids, one per query; or a table of queries, such as a data frame of pandas.
+Many: TypeAlias = "Sequence[str] | Sequence[int] | np.ndarray | pa.Table"
 
 
 class Answering:
@@ -44,6 +47,12 @@ class Answering:
         """The model that answers the queries."""
         raise NotImplementedError
 
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table of triples, where the config names them."""
+        return TRIPLES
+
+    @overload
     def predict(
         self,
         head: Label | None = None,
@@ -52,42 +61,72 @@ class Answering:
         k: int = FEW,
         known: bool = True,
         facts: InMemory | str | Path | None = None,
-    ) -> list[Prediction]:
-        """Return the best answers to a triple with one missing part, best first.
+    ) -> list[Prediction]: ...
 
-        The query is (head, relation, ?), (?, relation, tail) or (head, ?, tail). All entities, or
+    @overload
+    def predict(
+        self,
+        head: Many | None = None,
+        relation: Many | None = None,
+        tail: Many | None = None,
+        k: int = FEW,
+        known: bool = True,
+        facts: InMemory | str | Path | None = None,
+    ) -> Any: ...
+
+    def predict(
+        self,
+        head: Any = None,
+        relation: Any = None,
+        tail: Any = None,
+        k: int = FEW,
+        known: bool = True,
+        facts: InMemory | str | Path | None = None,
+    ) -> Any:
+        """Return the best answers to triples with one missing part, best first.
+
+        A query is (head, relation, ?), (?, relation, tail) or (head, ?, tail). All entities, or
         all relations, are candidates. Equal scores come in order of id. Relations are scored as
         tail queries, like in ``score``.
 
         Args:
-            head: Label or id; None if the head is the missing part.
-            relation: Label or id; None if the relation is the missing part.
-            tail: Label or id; None if the tail is the missing part.
-            k: The number of answers.
+            head: A label or an id; None if the head is the missing part. Or a list of them, one
+                per query. Or a table of queries, such as a data frame of pandas, with two of the
+                columns head, relation and tail, or with one beside a ``relation`` for all rows.
+                Its columns have labels, and the names that ``prepare`` and data.columns know.
+            relation: Label or id, or a list; None if the relation is the missing part.
+            tail: Label or id, or a list; None if the tail is the missing part.
+            k: The number of answers per query.
             known: Whether to list answers that the data already holds. Listed ones are marked
                 with their split. An export has no data: it marks nothing and rejects False.
             facts: Triples of new entities, which the query may then name: a file in any format,
                 or triples of labels. Each has one entity that the model has; see ``fold_in``.
 
         Returns:
-            The answers with rank, label, score, split and probability.
+            The answers to one query with rank, label, score, split and probability. For many, a
+            table with a row per answer: row (the query, from 0), rank, head, relation, tail,
+            score; probability with a calibration, known with data, head_type and tail_type if
+            every entity has one type. It is a data frame of pandas or polars if the queries are,
+            and otherwise a pyarrow table.
 
         Raises:
             ConfigError: The query or an option is invalid.
+            DataError: A table has an unknown label; the message names its row.
             UnknownLabelError: A label is not in the data; the message has close matches.
             IndexError: An id is out of range.
             KGEError: ``known`` is False and the model is an export.
         """
         model, query = self._with(facts), (head, relation, tail)
-        choice, missing = Choice(k, known_answers(model, known)), missing_part(query)
-        lookups, ids = (model.entity_ids, model.relation_ids, model.entity_ids), []
-        for name, part, ids_of in zip(PARTS, query, lookups, strict=True):
-            if np.ndim(part):  # type: ignore[arg-type]
-                raise ConfigError(
-                    f"{name} must be one label or id, got {part!r:.60}; answer_file takes many "
-                    "queries"
-                )
-            ids.append(0 if part is None else int(ids_of(part)))
+        choice = Choice(k, known_answers(model, known))
+        if any(map(is_many, query)):
+            parts = dict(zip(PARTS, query, strict=True))
+            return answer_table(model, parts, choice, self.columns)
+        missing = missing_part(query)
+        lookups = model.entity_ids, model.relation_ids, model.entity_ids
+        ids = [
+            0 if part is None else int(ids_of(part))
+            for part, ids_of in zip(query, lookups, strict=True)
+        ]
         if facts is not None and max(ids[0], ids[2]) < model.num_entities:
             raise ConfigError("facts have no effect: the query has no entity of theirs")
         return predictions(model, missing, torch.tensor([ids]), choice)[0]
@@ -134,6 +173,7 @@ class Answering:
         choice = Choice(k, known_answers(model, known))
         return answer_file(model, path, choice, output, format, names=names)
 
+    @overload
     def recommend(
         self,
         head: Label,
@@ -141,31 +181,63 @@ class Answering:
         k: int = 10,
         exclude_known: bool = False,
         candidates: str | Path | None = None,
+        novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,
-    ) -> list[Prediction]:
+    ) -> list[Prediction]: ...
+
+    @overload
+    def recommend(
+        self,
+        head: Many,
+        relation: Label | None = None,
+        k: int = 10,
+        exclude_known: bool = False,
+        candidates: str | Path | None = None,
+        novelty: float = 0.0,
+        facts: InMemory | str | Path | None = None,
+    ) -> Any: ...
+
+    def recommend(
+        self,
+        head: Any,
+        relation: Any = None,
+        k: int = 10,
+        exclude_known: bool = False,
+        candidates: str | Path | None = None,
+        novelty: float = 0.0,
+        facts: InMemory | str | Path | None = None,
+    ) -> Any:
         """Return the best tails of (head, relation, ?) without the head itself, best first.
 
         Args:
-            head: Label or id, such as a user.
-            relation: Label or id, such as "visits".
-            k: The number of answers.
+            head: Label or id, such as a user; a list of them; or a table with a column head, and
+                perhaps one of relations.
+            relation: Label or id, such as "visits"; None if a table has it.
+            k: The number of answers per head.
             exclude_known: Whether to leave out tails that train, valid or test hold.
             candidates: The entities to recommend. "seen": those that train has as tails of the
                 relation. "all". Otherwise a file of labels, one per line. None: "seen" for a run,
                 "all" for an export, which has no data.
+            novelty: Moves rare and new tails up: answers come in order of their score minus
+                novelty * log(1 + training triples of the relation with this tail). 0: off.
             facts: Triples of new heads, such as what a new user has visited; see ``predict``.
 
         Returns:
             The answers in the form of ``predict``.
 
         Raises:
-            ConfigError: ``k`` is below 1.
+            ConfigError: ``k`` is below 1, or there is no relation.
             DataError: The file of candidates cannot be read, or has an unknown label.
             UnknownLabelError: A label is not in the data; the message has close matches.
             KGEError: An option needs the data and the model is an export.
         """
         model = self._with(facts)
-        choice = recommended(model, k, exclude_known, candidates)
+        choice = recommended(model, k, exclude_known, candidates, novelty)
+        if is_many(head):
+            parts = {"head": head, "relation": relation, "tail": None}
+            return answer_table(model, parts, choice, self.columns, "tail")
+        if relation is None:
+            raise ConfigError("recommend: name the relation, such as visits")
         ids = [int(model.entity_ids(head)), int(model.relation_ids(relation)), 0]
         if facts is not None and ids[0] < model.num_entities:
             raise ConfigError("facts have no effect: the query has no entity of theirs")
@@ -181,6 +253,7 @@ class Answering:
         exclude_known: bool = False,
         candidates: str | Path | None = None,
         names: str | Path | None = None,
+        novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,
     ) -> FileReport:
         """Recommend tails to each head of a file, and write them to another file.
@@ -194,6 +267,7 @@ class Answering:
             exclude_known: See ``recommend``.
             candidates: See ``recommend``.
             names: See ``answer_file``.
+            novelty: See ``recommend``.
             facts: See ``recommend``.
 
         Returns:
@@ -206,7 +280,7 @@ class Answering:
         """
         model = self._with(facts)
         model.relation_ids(relation)
-        choice = recommended(model, k, exclude_known, candidates)
+        choice = recommended(model, k, exclude_known, candidates, novelty)
         return answer_file(model, path, choice, output, format, relation, names)
 
     def score_file(
@@ -236,29 +310,29 @@ class Answering:
         check_side(side)
         return score_file(self.model, path, side, output, format, names)
 
-    def score(self, triples: InMemory, side: Side = "tail") -> list[float]:
+    def score(self, triples: InMemory, side: Side = "tail") -> Any:
         """Return the scores of triples, bit for bit the same as in ``predict``.
 
         Args:
-            triples: T triples (head, relation, tail) of labels or ids; or a data frame or an Arrow
-                table of labels, in the form for ``prepare``.
+            triples: T triples (head, relation, tail) of labels or ids; or a table, such as a data
+                frame of pandas, with columns head, relation and tail of labels; see ``predict``.
             side: Score as a query for the "tail" or the "head". With reciprocal relations the two
                 scores differ.
 
         Returns:
-            T scores in the order of the triples.
+            A list of T floats in the order of the triples. For a table a table in the form of
+            ``predict``: row, head, relation, tail, score, and probability with a calibration.
 
         Raises:
             UnknownLabelError: A label is not in the data; the message has close matches.
+            DataError: A table has an unknown label, or lacks a column.
             IndexError: An id is out of range.
             ValueError: ``side`` is unknown.
         """
         check_side(side)
-        if hasattr(triples, "__arrow_c_stream__"):
-            ids = torch.from_numpy(read_triples(triples, self.model))
-        else:
-            ids = self.model.triple_ids(triples)
-        return self.model.scores(ids, side).tolist()
+        if is_table(triples):
+            return score_table(self.model, triples, side, self.columns)
+        return self.model.scores(self.model.triple_ids(triples), side).tolist()
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
         """Return the k nearest entities to an entity, nearest first.
@@ -290,46 +364,3 @@ class AnsweringModel(Answering, TrainedModel):
     def model(self) -> TrainedModel:
         """The model itself."""
         return self
-
-    @overload  # type: ignore[override]
-    def score(self, heads: Sequence[Triple], *, side: Side = "tail") -> list[float]: ...
-
-    @overload
-    def score(
-        self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail"
-    ) -> Tensor: ...
-
-    def score(
-        self,
-        heads: Labels | Sequence[Triple],
-        relations: Labels | None = None,
-        tails: Labels | None = None,
-        side: Side = "tail",
-    ) -> Tensor | list[float]:
-        """Score triples, as ``score(triples)`` or as ``score(heads, relations, tails)``.
-
-        ``score(triples)`` works as it does on a run and returns a list of floats.
-
-        Args:
-            heads: Triples; or M labels or ids, or one for all triples.
-            relations: M labels or ids, or one for all triples.
-            tails: M labels or ids, or one for all triples.
-            side: The missing side of the query. With reciprocal relations the two scores
-                differ.
-
-        Returns:
-            A list of floats for triples. For columns a tensor (M,), or () if all are single; its
-            last bits may differ from the scores of ``predict``.
-
-        Raises:
-            UnknownLabelError: The model does not have a label.
-            IndexError: The model does not have an id.
-        """
-        if tails is None:  # a run takes the side as the second argument
-            return super().score(heads, side if relations is None else relations)  # type: ignore[arg-type]
-        check_side(side)
-        triples = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)  # type: ignore[arg-type]
-        head, relation, tail = torch.broadcast_tensors(*triples)
-        anchor, target = (head, tail) if side == "tail" else (tail, head)
-        with torch.no_grad():
-            return self.scorer.score(self.rows(anchor), relation, self.rows(target), side)

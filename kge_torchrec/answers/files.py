@@ -54,6 +54,7 @@ QUERIES = 512  # queries per search
 SUGGESTIONS = 20  # unknown labels per file that get close matches, since matching is slow
 FORMATS = ("table", "tsv", "json", "parquet")
 ROWS = 1 << 16  # rows converted to text at once
+TRIPLES = Columns(optional=())  # without weights
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
@@ -93,17 +94,22 @@ def read_triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarr
         if isinstance(source, str | Path):
             place, batches = f"{source}:", list(_from_file(source, model, 0))
         else:
-            place, batches = "triples: triple ", list(_from_memory(source, model))
-        problems = [problem for batch in batches for problem in batch.problems]
-        if problems:
-            more = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
-            raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
+            place, batches = "triples: triple ", list(from_memory("triples", source, model))
+        raise_first(batches, place)
         triples = np.concatenate([np.empty((0, 3), np.int64), *(batch.ids for batch in batches)])
         if not len(triples):
             raise DataError("triples: the list is empty")
         return triples
 
     return on_first_rank(model.processes, read)
+
+
+def raise_first(batches: Sequence[Batch], place: str) -> None:
+    """Raise DataError for the first line that cannot be answered, if there is one."""
+    problems = [problem for batch in batches for problem in batch.problems]
+    if problems:
+        more = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
+        raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
 
 
 def _from_file(
@@ -165,14 +171,28 @@ def _parsed(number: int, raw: bytes, missing: int, relation: str | None) -> Part
     return parts
 
 
-def _from_memory(rows: InMemory, model: TrainedModel) -> Iterator[Batch]:
-    """Yield batches of triples of labels, numbered from 0."""
+def from_memory(
+    name: str, rows: InMemory, model: TrainedModel, columns: Columns = TRIPLES
+) -> Iterator[Batch]:
+    """Yield batches of triples or queries of labels, numbered from 0.
+
+    Args:
+        name: The name of the rows, for messages.
+        rows: The rows.
+        model: The model, for its labels.
+        columns: The columns; of the parts of a triple, those that are not required are missing.
+    """
     first = 0
-    for batch in batches_of(open_memory("triples", rows, Columns(optional=()))):
-        columns = zip(*(batch[part].to_pylist() for part in PARTS), strict=True)
-        parsed = dict(enumerate(columns, first))
-        first += len(parsed)
-        yield _looked_up(model, parsed, SUGGESTIONS)
+    for block in batches_of(open_memory(name, rows, columns)):
+        for start in range(0, block.num_rows, BATCH):
+            batch = block.slice(start, BATCH)
+            parts = [
+                batch[part].to_pylist() if part in columns.required else [None] * batch.num_rows
+                for part in PARTS
+            ]
+            parsed = dict(enumerate(zip(*parts, strict=True), first))
+            first += len(parsed)
+            yield _looked_up(model, parsed, SUGGESTIONS)
 
 
 def _looked_up(model: TrainedModel, parsed: Mapping[int, Parts], suggestions: int) -> Batch:
@@ -197,6 +217,37 @@ def _looked_up(model: TrainedModel, parsed: Mapping[int, Parts], suggestions: in
     return Batch(np.array([*parsed], np.int64)[good], ids[good], problems)
 
 
+def answers_to(model: TrainedModel, batch: Batch, choice: Choice) -> list[Answered]:
+    """Return the answers to the queries of a batch, by their missing part. Collective."""
+    found = []
+    for column, missing in enumerate(PARTS):
+        places = np.flatnonzero(batch.ids[:, column] < 0)
+        for some in np.array_split(places, range(QUERIES, len(places), QUERIES)):
+            if len(some):
+                queries = torch.from_numpy(batch.ids[some].clip(0))
+                scores, ids = best(model, missing, queries, choice)
+                found.append((missing, some, scores.numpy(), ids.numpy()))
+    return found
+
+
+def answer_rows(model: TrainedModel, batch: Batch, found: list[Answered]) -> pa.Table:
+    """Return the answers to a batch as rows, in order of line and rank."""
+    tables = []
+    for missing, some, scores, ids in found:
+        query, column = (ids >= 0).nonzero()
+        triples = batch.ids[some][query]
+        triples[:, PARTS.index(missing)] = ids[query, column]
+        table = triple_rows(
+            model, batch.lines[some][query], triples, scores[query, column], missing,
+            asked=pa.array([missing] * len(query), pa.string()), rank=column + 1,
+        )  # fmt: skip
+        if model.store is not None or model.facts is not None:
+            known = splits(model, missing, batch.ids[some].clip(0), ids)[query, column]
+            table = table.append_column("known", pa.array(known, pa.string()))
+        tables.append(table)
+    return pa.concat_tables(tables).sort_by([("line", "ascending"), ("rank", "ascending")])
+
+
 def answer_file(
     model: TrainedModel,
     path: str | Path,
@@ -214,31 +265,10 @@ def answer_file(
     """
 
     def search(batch: Batch) -> list[Answered]:
-        found = []
-        for column, missing in enumerate(PARTS):
-            places = np.flatnonzero(batch.ids[:, column] < 0)
-            for some in np.array_split(places, range(QUERIES, len(places), QUERIES)):
-                if len(some):
-                    queries = torch.from_numpy(batch.ids[some].clip(0))
-                    scores, ids = best(model, missing, queries, choice)
-                    found.append((missing, some, scores.numpy(), ids.numpy()))
-        return found
+        return answers_to(model, batch, choice)
 
     def rows(batch: Batch, found: list[Answered]) -> pa.Table:
-        tables = []
-        for missing, some, scores, ids in found:
-            query, column = (ids >= 0).nonzero()
-            triples = batch.ids[some][query]
-            triples[:, PARTS.index(missing)] = ids[query, column]
-            table = _table(
-                model, batch.lines[some][query], triples, scores[query, column], missing,
-                asked=pa.array([missing] * len(query), pa.string()), rank=column + 1,
-            )  # fmt: skip
-            if model.store is not None or model.facts is not None:
-                known = splits(model, missing, batch.ids[some].clip(0), ids)[query, column]
-                table = table.append_column("known", pa.array(known, pa.string()))
-            tables.append(table)
-        return pa.concat_tables(tables).sort_by([("line", "ascending"), ("rank", "ascending")])
+        return answer_rows(model, batch, found)
 
     source = _from_file(path, model, 1, relation)
     return _each_batch(model, source, search, rows, format, output, names)
@@ -258,12 +288,12 @@ def score_file(
         return model.scores(torch.from_numpy(batch.ids), side).numpy()
 
     def rows(batch: Batch, scores: np.ndarray) -> pa.Table:
-        return _table(model, batch.lines, batch.ids, scores, side)
+        return triple_rows(model, batch.lines, batch.ids, scores, side)
 
     return _each_batch(model, _from_file(path, model, 0), search, rows, format, output, names)
 
 
-def _table(
+def triple_rows(
     model: TrainedModel,
     lines: np.ndarray,
     triples: np.ndarray,

@@ -25,6 +25,7 @@ from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates, ListedCandidates
+from kge_torchrec.ranking.novelty import Novelty
 from kge_torchrec.ranking.search import Queries, allowed_scores, columns, top_k
 from kge_torchrec.trained_model import Label, TrainedModel
 
@@ -79,6 +80,7 @@ class Choice:
     exclude: FilterIndex | None = None  # known answers to leave out
     only: Candidates | None = None  # the entities that may be answers; None: all
     itself: bool = True  # whether the known entity of a query may be an answer
+    novelty: Novelty | None = None  # what popular answers lose in the order
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
@@ -90,7 +92,11 @@ def known_answers(model: TrainedModel, lists_known: bool) -> FilterIndex | None:
 
 
 def recommended(
-    model: TrainedModel, k: int, exclude_known: bool, candidates: str | Path | None
+    model: TrainedModel,
+    k: int,
+    exclude_known: bool,
+    candidates: str | Path | None,
+    novelty: float = 0.0,
 ) -> Choice:
     """Return the answers to recommend; see ``Answering.recommend``. Collective."""
     kind = default_candidates(model) if candidates is None else candidates
@@ -99,7 +105,8 @@ def recommended(
     else:
         ids = on_first_rank(model.processes, lambda: _ids_in(Path(kind), model))
         only = ListedCandidates(ids)
-    return Choice(k, known_answers(model, not exclude_known), only, itself=False)
+    exclude = known_answers(model, not exclude_known)
+    return Choice(k, exclude, only, itself=False, novelty=model.novelty(novelty))
 
 
 def default_candidates(model: TrainedModel) -> str:
@@ -195,8 +202,13 @@ def best(
         left_out.append(Answers.single(anchors.numpy()))
     if choice.exclude is not None:
         left_out.append(choice.exclude.answers(missing, anchors.numpy(), relations.numpy()))
-    asked = Queries(anchors, relations, missing, only)
-    return model.best(asked, choice.k, Answers.merged(left_out) if left_out else None)
+    asked = Queries(anchors, relations, missing, only, choice.novelty)
+    scores, ids = model.best(asked, choice.k, Answers.merged(left_out) if left_out else None)
+    if choice.novelty is not None:  # it changes the order, and the scores stay those of the model
+        triples = queries.repeat_interleave(ids.shape[1], 0)
+        triples[:, columns(missing)[1]] = ids.flatten().clamp(min=0)
+        scores = model.scores(triples, missing).view(ids.shape).masked_fill(ids < 0, -torch.inf)
+    return scores, ids
 
 
 def _best_relations(model: TrainedModel, queries: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
-from kge_torchrec.commands.output import MEAN_RANK, results_table, selection
+from kge_torchrec.commands.output import MEAN_RANK, print_unbeaten, results_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced, loading_torch
 from kge_torchrec.tables import Cell, Format, table
@@ -30,6 +30,7 @@ def evaluate(
     by: Sequence[Literal["relation", "category", "frequency", "popularity"]] = (),
     recommend: Annotated[Sequence[int], "K"] = (),
     side: Literal["tail", "head"] = "tail",
+    novelty: Annotated[float, "X"] = 0.0,
     candidates: Literal["all", "seen", "types", "fixed"] | None = None,
     types: File | None = None,
     candidate_file: File | None = None,
@@ -55,6 +56,8 @@ def evaluate(
         recommend: evaluate lists of K recommended tails per (head, relation) instead of ranks:
             recall, NDCG, hit rate, precision, MAP and coverage at each K, and AUC
         side: the side to recommend
+        novelty: rank lists by score - X log(1 + training triples of the answer), which moves rare
+            and new answers up
         candidates: rank among all entities, entities seen with the relation on that side, entities
             of the same types, or fixed lists per triple (as OGB has them; default: the run's
             evaluation.candidates)
@@ -91,7 +94,7 @@ def evaluate(
     if seeds is not None:
         raise ConfigError(f"--seeds: {runs[0]} is no folder of train --seeds; leave it out")
     with opened(runs[0]) as trained:
-        results = trained.evaluate(by=by, recommend=recommend, side=side, **chosen)
+        results = trained.evaluate(by=by, recommend=recommend, side=side, novelty=novelty, **chosen)
 
     if not is_first_rank():
         return 0
@@ -107,6 +110,7 @@ def evaluate(
         print(results_table(results, format, ties))
     if format != "table":
         return 0
+    print_unbeaten(results)
     if trained.folder.results.exists():
         print(selection(trained.results))
     if counts is not None:

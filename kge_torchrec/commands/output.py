@@ -19,8 +19,10 @@ def results_table(results: dict[str, Any], format: Format = "table", ties: bool 
         ties: Whether to add lines with the optimistic and the pessimistic rank of ties.
     """
     rows: list[dict[str, Cell]] = []
-    for side in (side for side in SIDES if side in results):
-        for kind, row in results[side].items():
+    shown = {side: results[side] for side in SIDES if side in results}
+    shown |= {name: x["both"] for name, x in results.get("baselines", {}).items()}
+    for side, kinds in shown.items():
+        for kind, row in kinds.items():
             if ties or kind == "realistic":
                 rows.append({"side": side, **({"ties": kind} if ties else {}), **row})
     text = table(rows, format, MEAN_RANK)
@@ -29,6 +31,14 @@ def results_table(results: dict[str, Any], format: Format = "table", ties: bool 
 
         text = f"{ranked_among(results)}\n{text}"
     return text
+
+
+def print_unbeaten(results: dict[str, Any]) -> None:
+    """Print in which baselines are as good as the model, if there are any."""
+    from kge_torchrec.ranking.baselines import unbeaten
+
+    for sentence in unbeaten(results):
+        print(sentence)
 
 
 def selection(results: dict[str, Any]) -> str:

@@ -131,6 +131,7 @@ def recommend(
     top: Count = 10,
     exclude_known: bool = False,
     candidates: Annotated[str | None, "seen|all|FILE"] = None,
+    novelty: Annotated[float, "X"] = 0.0,
     format: Rows = "table",
     output: File | None = None,
     names: File | None = None,
@@ -148,6 +149,8 @@ def recommend(
         exclude_known: leave out tails that train, valid or test hold; an export has no data
         candidates: entities to recommend: tails of the relation in train, all entities, or those of
             a file of labels, one per line (default: seen; for an export, which has no data, all)
+        novelty: list by score - X log(1 + training triples of the tail), which moves rare and new
+            tails up; 0: by score
     """
     if (head is None) == (heads is None):
         raise ConfigError("recommend takes --head X for one head, or --heads FILE for many")
@@ -162,7 +165,7 @@ def recommend(
             print(f"candidates: {what.get(kind, f'the entities of {kind}')}", file=sys.stderr)
         if head is not None:
             answers = trained.recommend(
-                head, relation, top, exclude_known, candidates, facts=head_facts
+                head, relation, top, exclude_known, candidates, novelty, head_facts
             )
             _print({"head": head, "relation": relation}, answers, format, output, names)
             return 0
@@ -177,6 +180,7 @@ def recommend(
             exclude_known=exclude_known,
             candidates=candidates,
             names=names,
+            novelty=novelty,
             facts=head_facts,
         )
         seconds = time.perf_counter() - start

@@ -16,7 +16,7 @@ from kge_torchrec.commands import (
     follow_log,
     is_first_rank,
 )
-from kge_torchrec.commands.output import MEAN_RANK, results_table, selection
+from kge_torchrec.commands.output import MEAN_RANK, print_unbeaten, results_table, selection
 from kge_torchrec.commands.output import SIDES as RANKED
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
@@ -97,14 +97,18 @@ def train(
 
 def _report_seeds(runs: SeedRuns) -> int:
     """Print mean and deviation of the results on test, on rank 0."""
-    from kge_torchrec.seeds import spread
+    from kge_torchrec.seeds import list_spread, spread
 
     results = runs.results()
     if is_first_rank() and all(x["test"] is not None for x in results.values()):
-        stats = spread({seed: x["test"] for seed, x in results.items()})
-        rows: list[dict[str, Cell]] = [{"side": side, **row} for side, row in stats.items()]
+        tests = {seed: x["test"] for seed, x in results.items()}
+        rows: list[dict[str, Cell]] = [{"side": side, **row} for side, row in spread(tests).items()]
+        lists: list[dict[str, Cell]] = [{"by": by, **row} for by, row in list_spread(tests).items()]
         title = f"test, mean and standard deviation of {len(results)} seeds"
-        print(f"\n{title}\n{table(rows, shown=MEAN_RANK)}\n\nrun folders: {runs.path}/seed-*")
+        print(f"\n{title}\n{table(rows, shown=MEAN_RANK)}")
+        if lists:
+            print(f"\nrecommendations\n{table(lists)}")
+        print(f"\nrun folders: {runs.path}/seed-*")
     return 0
 
 
@@ -124,6 +128,7 @@ def _report(run: Run, ties: bool) -> int:
             from kge_torchrec.ranking.recommendation import recommendation_table
 
             print(recommendation_table({key: x for key, x in test.items() if key not in RANKED}))
+        print_unbeaten(test)
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
     if (early := train.get("stopped_early")) is not None:
@@ -201,6 +206,7 @@ def _report_extension(made: Run) -> None:
     extended = results["extended"]
     if results["test"] is not None:
         print(f"\ntest\n{results_table(results['test'])}")
+        print_unbeaten(results["test"])
     if "deleted" in extended:
         deleted = extended["deleted"]
         print(

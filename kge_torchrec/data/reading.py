@@ -135,7 +135,7 @@ def open_sources(
     Raises:
         DataError: There is nothing to read, or names leave open what it is.
     """
-    source, columns, folder = Source(data, times, progress), _columns(data, times), None
+    source, columns, folder = Source(data, times, progress), columns_of(data, times), None
     if isinstance(sources, Mapping):
         if set(sources) != {WHOLE} and not set(sources) <= set(SPLITS):
             raise DataError(
@@ -179,7 +179,7 @@ def _count(literals: Counter[str], split: str, number: int) -> None:
     literals[split] += number
 
 
-def _columns(data: DataConfig, times: bool) -> Columns:
+def columns_of(data: DataConfig, times: bool) -> Columns:
     """Return the columns of triples by the keys of ``data``."""
     places = {} if data.columns is None else parse_columns(data.columns)
     kinds = places.pop(WEIGHT) if isinstance(places.get(WEIGHT), Mapping) else None

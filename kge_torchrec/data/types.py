@@ -251,20 +251,21 @@ class Ends:
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) may be on a side: (n,) bool."""
-        return self._allowed[side][relation, self._types_of(np.arange(first, stop))]
+        return self._allowed[side][relation, self.types_of(np.arange(first, stop))]
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) may be on a side of its relation (B,): (B,) bool."""
         allowed, is_new = self._allowed[side], entities >= self._bounds[-1]
         if not is_new.any():
-            return allowed[relations, self._types_of(entities)]
+            return allowed[relations, self.types_of(entities)]
         relations, entities = np.broadcast_arrays(relations, entities)
-        fits = allowed[relations, self._types_of(np.where(is_new, 0, entities))]
+        fits = allowed[relations, self.types_of(np.where(is_new, 0, entities))]
         more = self._more[entities[is_new] - self._bounds[-1]]
         fits[is_new] = (allowed[relations[is_new]] & more).any(1)
         return fits
 
-    def _types_of(self, entities: np.ndarray) -> np.ndarray:
+    def types_of(self, entities: np.ndarray) -> np.ndarray:
+        """Return the type of each entity (B,), an index in ``names``: (B,) int64."""
         return self._type_of_run[np.searchsorted(self._bounds, entities, "right") - 1]
 
     def check(self, missing: str, queries: np.ndarray) -> None:
@@ -284,7 +285,7 @@ class Ends:
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
             right = [self.names[k] for k in np.flatnonzero(self._allowed[side][relation])]
             if entity < self._bounds[-1]:
-                own = self.names[self._types_of(np.array([entity]))[0]]
+                own = self.names[self.types_of(np.array([entity]))[0]]
             else:
                 types = np.flatnonzero(self._more[entity - self._bounds[-1]])
                 own = " or ".join(self.names[k] for k in types)

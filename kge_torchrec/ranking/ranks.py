@@ -17,7 +17,8 @@ from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, compare
+from kge_torchrec.ranking.candidates import Candidates
+from kge_torchrec.ranking.search import ALL_ENTITIES, Counts, RankOptions, compare
 
 KINDS = ("optimistic", "realistic", "pessimistic")
 HITS = (1, 3, 10)
@@ -87,21 +88,24 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64).numpy()
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {triples.shape}")
+    counts = {side: compare(scorer, shard, triples, side, known, options) for side in sides}
+    return ranks_of(counts, shard.num_entities, options.candidates)
+
+
+def ranks_of(counts: dict[Side, Counts], entities: int, candidates: Candidates | None) -> Ranks:
+    """Return the ranks of answers by how they compare with the candidates of each side."""
     ranks = Ranks({}, {})
-    for side in sides:
-        counts = compare(scorer, shard, triples, side, known, options)
-        is_last = ~(counts.has_score & counts.is_inside)
-        optimistic = np.where(is_last, shard.num_entities, 1 + counts.better)
-        place = np.argsort(counts.order)
+    for side, own in counts.items():
+        is_last = ~(own.has_score & own.is_inside)
+        optimistic = np.where(is_last, entities, 1 + own.better)
+        place = np.argsort(own.order)
         ranks.optimistic[side] = optimistic[place]
-        ranks.pessimistic[side] = (optimistic + np.where(is_last, 0, counts.equal))[place]
-        if options.candidates is not None:
-            ranks.outside[side] = ~counts.is_inside[place]
-    if options.candidates is not None:
+        ranks.pessimistic[side] = (optimistic + np.where(is_last, 0, own.equal))[place]
+        if candidates is not None:
+            ranks.outside[side] = ~own.is_inside[place]
+    if candidates is not None:
         outside = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
-        ranks.candidates.update(
-            restricted_to=options.candidates.label, answers_outside=outside
-        )  # fmt: skip
+        ranks.candidates.update(restricted_to=candidates.label, answers_outside=outside)
     return ranks
 
 

@@ -34,10 +34,18 @@ from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
+from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.groups import Grouping
 from kge_torchrec.ranking.ranks import ranked_among
-from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, by_query, columns, compare
-from kge_torchrec.tables import table
+from kge_torchrec.ranking.search import (
+    ALL_ENTITIES,
+    Counts,
+    RankOptions,
+    by_query,
+    columns,
+    compare,
+)
+from kge_torchrec.tables import Cell, table
 
 _COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")
 
@@ -108,16 +116,23 @@ def recommend(
     triples, candidates = np.asarray(triples, np.int64), options.candidates
     k = min(k, shard.num_entities)
     counts = compare(scorer, shard, triples, side, known, options, k)
-    user = np.repeat(np.arange(len(counts.starts)), np.diff(counts.starts, append=len(triples)))
-    can_be_recommended = counts.has_score & counts.is_inside & ~counts.is_known
-    better = np.where(can_be_recommended, counts.better + counts.equal / 2, np.inf)
-    order = np.lexsort((better, user))
-    better, pool = better[order], counts.pool[order]
     total = shard.num_entities
     if candidates is not None:
         relations = np.unique(triples[:, 1]).tolist()
         masks = [candidates.mask(side, relation, *shard.row_range) for relation in relations]
         total = int(reduced(torch.tensor(int(np.any(masks, 0).sum()), device=shard.device)))
+    return recommendations(counts, triples, side, total, candidates)
+
+
+def recommendations(
+    counts: Counts, triples: np.ndarray, side: Side, total: int, candidates: Candidates | None
+) -> Recommendations:
+    """Return the ranks of answers by how they compare with the candidates of their users."""
+    user = np.repeat(np.arange(len(counts.starts)), np.diff(counts.starts, append=len(triples)))
+    can_be_recommended = counts.has_score & counts.is_inside & ~counts.is_known
+    better = np.where(can_be_recommended, counts.better + counts.equal / 2, np.inf)
+    order = np.lexsort((better, user))
+    better, pool = better[order], counts.pool[order]
     return Recommendations(
         side=side,
         triples=triples[counts.order][order],
@@ -144,7 +159,7 @@ def recommendation_metrics(ranked: Recommendations, cutoffs: Sequence[int]) -> d
         outside = {ranked.side: int(np.isinf(ranked.ranks).sum())}
         results = {"candidates": {"restricted_to": ranked.restricted, "answers_outside": outside}}
     sizes = {"users": len(ranked.starts), "answers": len(ranked.ranks)}
-    everything = _means(ranked, cutoffs, np.ones(len(ranked.ranks), bool))
+    everything = means(ranked, cutoffs, np.ones(len(ranked.ranks), bool))
     covered = {f"coverage@{k}": _coverage(ranked, ranked.lists[:, :k].ravel()) for k in cutoffs}
     return results | {
         "recommendation": sizes | {"candidates": ranked.candidates} | everything | covered
@@ -155,7 +170,7 @@ def _coverage(ranked: Recommendations, entities: np.ndarray) -> float:
     return len(np.unique(entities[entities >= 0])) / max(1, ranked.candidates)
 
 
-def _means(ranked: Recommendations, cutoffs: Sequence[int], chosen: np.ndarray) -> dict[str, float]:
+def means(ranked: Recommendations, cutoffs: Sequence[int], chosen: np.ndarray) -> dict[str, float]:
     """Return the means of each metric over the users with chosen answers, (A,) bool."""
     user = np.repeat(np.arange(len(ranked.starts)), np.diff(ranked.starts, append=len(chosen)))
     user, ranks = user[chosen], ranked.ranks[chosen]
@@ -214,16 +229,25 @@ def grouped_recommendations(
             stats[f"listed@{k}"] = float(of_group.sum() / max(1, (listed >= 0).sum()))
             stats[f"coverage@{k}"] = _coverage(ranked, listed[of_group])
         if chosen.any():
-            stats |= _means(ranked, cutoffs, chosen)
+            stats |= means(ranked, cutoffs, chosen)
         results.append({"group": label, "recommendation": stats})
     total = recommendation_metrics(ranked, cutoffs)
     return {"about": grouping.about, "total": total, "groups": results}
 
 
 def recommendation_table(results: dict[str, Any]) -> str:
-    """Return the metrics as a table, one line per k, and the AUC."""
-    stats = results["recommendation"]
+    """Return the metrics as a table, a line per k for the model and each baseline, and the AUC."""
+    stats, baselines = results["recommendation"], results.get("recommendation_baselines", {})
     cutoffs = [name.partition("@")[2] for name in stats if name.startswith("recall@")]
     users = f"{stats['users']:,} users with {stats['answers']:,} answers"
-    rows = [{"k": int(k), **{name: stats[f"{name}@{k}"] for name in _COLUMNS}} for k in cutoffs]
-    return f"{ranked_among(results)}: {users}\n{table(rows)}\nAUC {stats['auc']:.4f}"
+    beside = {"": stats} if not baselines else {"model": stats, **baselines}
+    rows: list[dict[str, Cell]] = [
+        {"k": int(k), **({"by": name} if name else {}),
+         **{column: values.get(f"{column}@{k}") for column in _COLUMNS}}
+        for k in cutoffs for name, values in beside.items() if values is not None
+    ]  # fmt: skip
+    lines = [f"{ranked_among(results)}: {users}", table(rows), f"AUC {stats['auc']:.4f}"]
+    lines += [
+        f"{name} is left out: it would take too long" for name, x in beside.items() if x is None
+    ]
+    return "\n".join(lines)

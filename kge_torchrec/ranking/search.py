@@ -24,6 +24,7 @@ from kge_torchrec.kernels.operators import count_block
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring, triple_scores
 from kge_torchrec.ranking.candidates import Candidates
+from kge_torchrec.ranking.novelty import Novelty
 
 ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
@@ -37,6 +38,7 @@ class Queries(NamedTuple):
     relations: Tensor  # (B,) int64
     side: Side  # the missing side
     only: Candidates | None = None  # the entities that may be answers; None: all
+    novelty: Novelty | None = None  # what popular answers lose
 
 
 def allowed_scores(
@@ -57,6 +59,8 @@ def allowed_scores(
     nan, highest = (torch.inf, LARGEST) if nan_is_best else (-torch.inf, torch.inf)
     for first, scores in local_scores(scorer, shard, *inputs):
         scores.nan_to_num_(nan=nan, posinf=highest, neginf=-torch.inf)
+        if queries.novelty is not None:
+            queries.novelty.subtract(scores, first, queries.relations, queries.side)
         if exclude is not None:
             erase(scores, first, exclude, torch.nan)
         if queries.only is not None:
@@ -104,6 +108,7 @@ class RankOptions:
     candidates: Candidates | None = None  # None: all entities
     block_bytes: int | None = None  # size of a block of scores; None: the default of the device
     batch_size: int = 512  # distinct queries per batch
+    novelty: Novelty | None = None  # what popular answers lose
     progress: Callable[[int], object] = lambda answers: None  # called with the answers of a batch
 
 
@@ -120,7 +125,7 @@ class Counts(NamedTuple):
     starts: np.ndarray  # (U,) int64, where the answers of each query start
     better: np.ndarray  # (M,) int64, the candidates with a higher score or with NaN
     equal: np.ndarray  # (M,) int64, the other candidates with the same score
-    pool: np.ndarray  # (U,) int64, the candidates of each query
+    pool: np.ndarray  # (M,) int64, the candidates of its query
     has_score: np.ndarray  # (M,) bool: the score of the answer is not NaN
     is_inside: np.ndarray  # (M,) bool: ``options.candidates`` has the answer
     is_known: np.ndarray  # (M,) bool: ``known`` has the answer
@@ -169,6 +174,9 @@ def compare(
     order, starts = by_query(triples, side)
     triples, bounds = triples[order], np.append(starts, len(triples))
     true = triple_scores(scorer, shard, torch.from_numpy(triples), side).clamp(max=LARGEST)
+    if options.novelty is not None:
+        relations, answers = torch.from_numpy(triples[:, [1, answer]].T.copy())
+        true -= options.novelty.of(side, relations, answers).to(true.device)
     counts = torch.empty(3, len(triples), dtype=torch.int64, device=shard.device)
     lists = np.empty((len(starts), k), np.int64)
     is_inside, is_known = np.ones(len(triples), bool), np.zeros(len(triples), bool)
@@ -183,8 +191,9 @@ def compare(
         if options.candidates is not None:
             is_inside[batch] = options.candidates.contain(side, relations, answers)
         queries = Queries(
-            torch.from_numpy(anchor_of), torch.from_numpy(relation_of), side, options.candidates
-        )
+            torch.from_numpy(anchor_of), torch.from_numpy(relation_of), side, options.candidates,
+            options.novelty,
+        )  # fmt: skip
         its_answers = Ranges(answers, ends[:-1], ends[1:])
         counts[:, batch], lists[low : low + len(anchor_of)] = _counts(
             scorer, shard, queries, exclude, its_answers, true[batch], k, options.block_bytes

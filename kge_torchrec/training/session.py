@@ -318,7 +318,14 @@ class Session:
         """
         triples = self.store.split(split)
         with self.trained_model() as model:
-            return self._recommended(model, triples, split) | self._ranked(model, triples, split)
+            results = self._recommended(model, triples, split) | self._ranked(model, triples, split)
+            evaluation = self.config.evaluation
+            results["baselines"] = model.baselines_of(triples, split, evaluation)
+            k = cutoff_of(evaluation.metric)
+            if k is not None:
+                beside = model.list_baselines_of(triples, split, evaluation, [k])
+                results["recommendation_baselines"] = beside
+            return results
 
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""

@@ -24,7 +24,7 @@ from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import gathered, on_all_ranks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
-from kge_torchrec.ranking.ranks import ranked_among, value_of
+from kge_torchrec.ranking.ranks import value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.checkpoints import name_of
@@ -73,6 +73,7 @@ class Trainer:
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.processes.is_first else "")
         self.callbacks = list(callbacks)
+        self._has_named_candidates = False
 
     def run(self) -> TrainState:
         """Train until the last epoch or early stopping; return the final progress.
@@ -267,9 +268,11 @@ class Trainer:
         values = {**counts, **results}
         self._write("valid", values)
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
-        among = f", {ranked_among(results)}" if "candidates" in results else ""
+        if "candidates" in results and not self._has_named_candidates:
+            self._has_named_candidates = True
+            self._say(f"validations rank among {results['candidates']['restricted_to']}")
         self._say(
-            f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}{among}",
+            f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}",
             "valid",
             {"best": better, **values},
         )

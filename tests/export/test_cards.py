@@ -41,7 +41,7 @@ def test_export_is_a_hugging_face_repository(run, tmp_path):
     model = load_model(path)
     assert np.array_equal(model.entities, run.table)
     (path / "README.md").write_text("of mine")  # people may
-    assert load_model(path).score("e1", "r0", "e2") == model.score("e1", "r0", "e2")
+    assert load_model(path).score([("e1", "r0", "e2")]) == model.score([("e1", "r0", "e2")])
 
 
 def test_other_checkpoint_has_no_results(run, tmp_path):

@@ -41,7 +41,7 @@ def check_every_format(path, folder):
     assert [of.array.to_pylist() for of in (model.entity_labels, model.relation_labels)] == labels
     head, relation, tail = triples.T
     for side in ("tail", "head"):
-        ours = model.score(head, relation, tail, side).double()
+        ours = model.scores(triples, side).double()
         scores = torch.export.load(made["torch"] / "scores.pt2").module()
         one, number, other = head, relation, tail
         if reciprocal and side == "head":

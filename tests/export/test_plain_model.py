@@ -31,31 +31,15 @@ def model(export):
     return load_model(export)
 
 
-def run_scores(run, heads, relations, tails, side):
-    """Scores of triples by the run's own scorer and rows."""
-    rows, scorer = run.model.shard.rows, run.model.scorer
-    anchor, target = (heads, tails) if side == "tail" else (tails, heads)
-    with torch.no_grad():
-        return scorer.score(rows[anchor], relations, rows[target], side)
-
-
 @pytest.mark.parametrize("side", ["head", "tail"])
 def test_loaded_scores_match_the_run(run, model, side):
     triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
-    expected = run_scores(run, *triples.T, side)
-    assert torch.equal(model.score(*triples.T, side=side), expected)
+    expected = run.model.scores(triples, side)
+    assert torch.equal(model.scores(triples, side), expected)
     entities, relations = model.entity_labels, model.relation_labels
     heads, tails = (entities.labels(triples[:, column]) for column in (0, 2))
-    by_label = model.score(heads, relations.labels(triples[:, 1]), tails, side=side)
-    assert torch.equal(by_label, expected)
-
-
-def test_scores_broadcast_over_triples(model):
-    many = model.score("e1", "r0", range(N))
-    assert many.shape == (N,)
-    one = model.score(model.entity_labels.ids(["e1"])[0], "r0", 5)
-    assert one.shape == () and one == many[5]
-    assert torch.equal(model.score("e1", "r0", np.array([5, 5])), many[[5, 5]])
+    labels = zip(heads, relations.labels(triples[:, 1]), tails, strict=True)
+    assert model.score(labels, side) == expected.tolist()
 
 
 @pytest.mark.parametrize("query", [{"head": "e3"}, {"tail": "e3"}])
@@ -105,7 +89,7 @@ def test_biases_are_stored_in_the_rows(tmp_path, run):
         with torch.no_grad():
             single = scorer.score(rows[3] * vector, torch.tensor(1), rows[5] * vector)
         expected = single + rows[3, -2] + rows[5, -1]
-        assert model.score(3, 1, 5).item() == pytest.approx(expected.item(), rel=1e-4)
+        assert model.score([(3, 1, 5)]) == pytest.approx([expected.item()], rel=1e-4)
     description = model.description
     assert description["entities"]["row"].startswith("4 complex numbers, stored as re, im, re")
     assert description["entities"]["row"].endswith("the biases as a head and as a tail")
@@ -175,14 +159,14 @@ def test_invalid_queries_are_rejected(model):
     with pytest.raises(UnknownLabelError, match=r"unknown entity 'e1x'.*did you mean"):
         model.predict(head="e1x", relation="r1")
     with pytest.raises(UnknownLabelError, match="unknown relation 'r9'"):
-        model.score("e1", ["r1", "r9"], "e2")
-    for triple in ((N, 0, 0), (0, R, 0), (0, 0, [-1])):
+        model.score([("e1", "r1", "e2"), ("e1", "r9", "e2")])
+    for triple in ((N, 0, 0), (0, R, 0), (0, 0, -1)):
         with pytest.raises(IndexError, match=r"ids must lie in \[0, "):
-            model.score(*triple)
+            model.score([triple])
     with pytest.raises(TypeError, match="integers or labels"):
-        model.score(0.5, 0, 0)
+        model.score([(0.5, 0, 0)])
     with pytest.raises(ValueError, match="side must be one of"):
-        model.score(0, 0, 0, side="both")
+        model.score([(0, 0, 0)], side="both")
 
 
 WITHOUT_TORCHREC = """
@@ -191,7 +175,7 @@ for name in ("torchrec", "fbgemm_gpu"):
     sys.modules[name] = None  # importing it fails, as where it is not installed
 import torch.distributed, kge_torchrec
 model = kge_torchrec.load_model(sys.argv[1])
-print(float(model.score("e1", "r0", "e2")), model.embedding().weight.shape[0])
+print(model.score([("e1", "r0", "e2")])[0], model.embedding().weight.shape[0])
 assert len(model.predict(head="e1", relation="r0", k=3)) == 3
 assert not torch.distributed.is_initialized()
 """
@@ -204,7 +188,7 @@ def test_loading_needs_no_torchrec(model, export):
     )
     assert done.returncode == 0, done.stderr
     score, count = done.stdout.split()
-    assert float(score) == pytest.approx(float(model.score("e1", "r0", "e2"))) and count == str(N)
+    assert float(score) == pytest.approx(model.score([("e1", "r0", "e2")])[0]) and count == str(N)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_exported_program_scores_match_the_run(run, export, tmp_path):
     assert "`scores(t, r + 3, h)`" in (path / "README.md").read_text()
     scores = torch.export.load(path / "scores.pt2").module()
     triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
-    expected = load_model(export).score(*triples.T)
+    expected = load_model(export).scores(triples)
     torch.testing.assert_close(scores(*triples.T), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ExportError, match=r"in the format torch; export the run in the format"):
         load_model(path)

@@ -130,17 +130,14 @@ def export(folder, store, tmp_path_factory) -> tuple[Path, torch.Tensor]:
     """An export, and the scores of all training triples by its run."""
     here = tmp_path_factory.mktemp("export")
     with api.train(config_of(store, here / "run", **{**ALL, "train__epochs": 1})) as run:
-        rows, scorer = run.model.shard.rows, run.model.scorer
-        heads, relations, tails = torch.from_numpy(run.model.store.train.astype(np.int64)).T
-        with torch.no_grad():
-            scores = scorer.score(rows[heads], relations, rows[tails])
-        return run.export(here / "out"), scores
+        train = torch.from_numpy(run.model.store.train.astype(np.int64))
+        return run.export(here / "out"), run.model.scores(train)
 
 
 def test_export_scores_equal_those_of_its_run(export, store):
     path, scores = export
     model, train = load_model(path), TripleStore.open(store).train.astype(np.int64)
-    assert torch.equal(model.score(*train.T), scores)
+    assert torch.equal(model.scores(torch.from_numpy(train)), scores)
     description = json.loads((path / "model.json").read_text())
     assert description["parameters"]["score"].startswith("RefE (Chami et al. 2020): score(h, r, t)")
     assert description["entities"]["row"].startswith("4 complex numbers")

@@ -239,8 +239,10 @@ def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, c
     results = api.train(config).results
     assert results["test"]["candidates"]["kind"] == "fixed"
     assert results["valid"]["restricted_candidates"] == "fixed"
-    shown = [line for line in capsys.readouterr().err.splitlines() if "valid mrr" in line]
-    assert len(shown) == 1 and "FIXED" in shown[0]
+    shown = [line for line in capsys.readouterr().err.splitlines() if "valid" in line]
+    assert len([line for line in shown if "valid mrr" in line]) == 1
+    (named,) = [line for line in shown if "validations rank among" in line]
+    assert str(file) in named
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [x["candidates"]["kind"] for x in lines if x["kind"] == "valid"] == ["fixed"]
 

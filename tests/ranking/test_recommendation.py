@@ -249,6 +249,15 @@ def test_evaluate_prints_lists_and_groups(run, capsys):
     assert text.startswith("RESTRICTED candidates") and "recommendations among entities" in text
 
 
+def test_validations_name_restricted_candidates_once(store, tmp_path, capfd):
+    keys = {"evaluation__candidates": "seen", "evaluation__every": 1, "train__epochs": 3}
+    fit(config_of(store.path, tmp_path / "run", **keys))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "valid" in line]
+    (named,) = [line for line in lines if "validations rank among entities seen" in line]
+    of_each = [line for line in lines if "valid mrr" in line]
+    assert len(of_each) == 3 and max(map(len, of_each)) < 80 and len(named) < 130
+
+
 def test_validation_samples_whole_users(tmp_path):
     """Users have two valid triples on average, so that a sample of triples would divide some."""
     store = tiny_store(tmp_path / "store", entities=20, relations=1, train=160, held_out=40)

@@ -112,7 +112,7 @@ def batches_of(table: Table, labels: LabelFiles | None = None) -> Iterator[pa.Re
                 rows.add_type(role, found.constants.get(f"{role}_type"))
         if "relation" in found.constants:
             relation = pa.scalar(found.constants["relation"], TEXT)
-            rows.columns["relation"] = pa.repeat(relation, len(rows.columns["head"]))
+            rows.columns["relation"] = pa.repeat(relation, len(next(iter(rows.columns.values()))))
         names = [*columns.required, *(n for n in (WEIGHT, TIME) if n in rows.columns)]
         yield pa.record_batch([rows.columns[name] for name in names], names)
 
