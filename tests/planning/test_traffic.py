@@ -20,7 +20,7 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import runs_of_types
 from kge_torchrec.distributed.processes import processes, rows_by_rank
-from kge_torchrec.planning.report import report
+from kge_torchrec.planning.report import make_plan, report
 from kge_torchrec.planning.step import ETHERNET_SHARE, LATENCY
 from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
@@ -161,6 +161,8 @@ def test_types_without_data_are_looked_up_in_proportion_to_their_number():
     words = "in proportion to their number"
     assert any(words in note for note in plan(config, devices="8xH100", **sizes)["notes"])
     assert not any(words in note for note in plan(config, devices="8xH100")["notes"])
+    made = make_plan(config, "8xH100", **sizes)
+    assert made.batch.distinct / made.batch.distinct.sum() == pytest.approx([0.1, 0.6, 0.3])
     batch = stored(config, "8xH100").batch
     assert batch.lookups[0] > 0.2 * batch.lookups.sum()  # of 7 % of the rows
 
@@ -186,6 +188,11 @@ def test_features_are_looked_up_as_planned():
     looked_up, pairs = (np.mean([f(b) for b in batches]) for f in (
         lambda b: len(b.ids.values()), lambda b: len(b.bags.row)))  # fmt: skip
     assert looked_up == pytest.approx(planned.batch.distinct.sum(), rel=0.03)
+    times = np.bincount(store.train[:, [0, 2]].ravel(), minlength=store.num_entities)
+    of_entity = Features.of(store).indptr.diff().numpy()
+    drawn, triples = 32 / store.num_entities, 64 / len(store.train)
+    lookups = (times * triples + drawn) @ (1 + of_entity)
+    assert planned.batch.lookups.sum() == pytest.approx(lookups, rel=1e-6)
     assert pairs == pytest.approx(planned.batch.pairs, rel=0.05)
 
 
