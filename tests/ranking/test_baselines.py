@@ -231,3 +231,16 @@ def test_a_model_that_does_not_beat_a_baseline_is_named():
     assert sentence == (
         "The model does not beat the most popular unseen items: ndcg@5 0.2000 against 0.2500."
     )
+
+
+def test_the_most_similar_items_come_before_ties():
+    """Item 0 shares a user with 1 and 2 (cosine .5 each) and both of its users with 3 (1)."""
+    from kge_torchrec.ranking.neighbors import similar_items
+
+    users_of = [[0, 1], [0, 2], [1, 3], [0, 1]]
+    users = np.concatenate(users_of)
+    items = np.repeat(np.arange(4), 2)
+    order = np.argsort(users, kind="stable")
+    items_at = np.append(0, np.cumsum(np.bincount(users)))
+    ids, cosines = similar_items(items_at, items[order], np.arange(0, 9, 2), users, 2)
+    assert sorted(ids[0].tolist()) == [1, 3] and sorted(cosines[0].tolist()) == [0.5, 1.0]
