@@ -37,7 +37,8 @@ The command prints the same keys. `kge-torchrec list keys --format markdown` wro
   `--model.dropout.hidden 0.1` on the command line.
 - A key such as `model.options` holds the options of the scorer, loss or sampler that another key
   names. `kge-torchrec list KIND` lists them.
-- null stands for a default that is resolved from the graph, see [defaults](defaults.md).
+- null stands for a default that is resolved from the graph by
+  [rules](../how-to/choose-a-model.md#the-rules).
 
 ## Completion in editors
 

@@ -3,7 +3,7 @@
 Constants are what ``scripts/confirm_evaluation.py`` printed: MRR, mean rank, Hits@1, @3 and @10 for
 scores that tie, and for the same scores with differences of less than 1e-5. (Those of
 dice-embeddings and AmpliGraph are of the script at commit 1dd3a234.) The table "Compare with
-a figure of another program" in docs/explanation/evaluation.md has a row for each test here.
+a figure of another program" in docs/how-to/evaluate.md has a row for each test here.
 """
 
 from __future__ import annotations
