@@ -101,7 +101,7 @@ def test_paths_keep_their_spelling(name):
     assert load_config(None, {"data.path": Path(name)}).data.path == name
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lr=st.floats(1e-12, 1e6),
     seed=st.integers(0, 2**63),

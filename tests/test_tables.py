@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.tables import SHORTEST, aligned, cut, table
@@ -54,7 +54,6 @@ def test_columns_of_amounts_are_on_the_right():
     assert aligned([]) == []
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.text("abc", max_size=60), st.integers(),
                        st.text("d", min_size=1, max_size=60)), min_size=1, max_size=5),

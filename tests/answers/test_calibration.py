@@ -249,7 +249,6 @@ curves = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(curves, st.lists(st.integers(-4000, 4000), min_size=2, max_size=20, unique=True))
 def test_larger_scores_have_larger_probabilities(curve, quarters):
     found = curve.at(np.sort(quarters) / 4)
@@ -260,7 +259,7 @@ def test_larger_scores_have_larger_probabilities(curve, quarters):
         assert (rising > 0).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**32 - 1), st.integers(2, 3000), st.floats(0.01, 0.99), st.sampled_from([1, -1])
 )
@@ -277,7 +276,6 @@ def test_fitted_curves_keep_the_order_and_the_share_of_true_answers(seed, count,
     assert errors(found, labels)["log_loss"] < 1
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 50), curves, max_size=3), curves,
        st.lists(st.tuples(st.floats(-5, 5, width=16), st.integers(0, 50)), max_size=9))  # fmt: skip
 def test_a_calibration_that_was_written_answers_as_before(own, common, answers):

@@ -37,7 +37,7 @@ from tests.ranking_cases import make_known
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
-EASY = settings(max_examples=40, deadline=None)
+EASY = settings(max_examples=40)
 
 
 def make_triples(count, seed=0):
@@ -366,7 +366,7 @@ def test_to_cuda_and_back():
 @given(
     ids=st.integers(0, 63).flatmap(lambda bits: st.lists(st.integers(0, 2**bits - 1), max_size=60))
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_distinct_ids_match_numpy(ids):
     ids = np.array(ids, np.int64)
     unique, inverse = map(Tensor.numpy, distinct(torch.from_numpy(ids.copy())))

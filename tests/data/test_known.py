@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
@@ -51,7 +51,6 @@ def true_answers(splits, side, anchor, relation) -> list[int]:
     return sorted(results)
 
 
-@settings(deadline=None)
 @given(world=worlds(), side=st.sampled_from(SIDES))
 def test_equal_to_brute_force(world, side):
     num_entities, num_relations, splits = world
@@ -72,7 +71,6 @@ def test_equal_to_brute_force(world, side):
     assert (known.contains(side, anchors, relations, own) == marks[:, ::-1]).all()
 
 
-@settings(deadline=None)
 @given(world=worlds(), side=st.sampled_from(SIDES), data=st.data())
 def test_an_index_lists_every_query_once_with_its_answers(world, side, data):
     num_entities, num_relations, (rows, _) = world
@@ -87,7 +85,6 @@ def test_an_index_lists_every_query_once_with_its_answers(world, side, data):
     assert queries[index.between(first, stop)] == [q for q in expected if first <= q[0] < stop]
 
 
-@settings(deadline=None)
 @given(world=worlds())
 def test_relations_between_two_entities(world):
     num_entities, num_relations, splits = world
@@ -97,7 +94,6 @@ def test_relations_between_two_entities(world):
         assert sorted(known.relations_between(head, tail).tolist()) == sorted(expected)
 
 
-@settings(deadline=None)
 @given(world=worlds(), side=st.sampled_from(SIDES), data=st.data())
 def test_answers_of_a_block_come_in_pieces(world, side, data):
     num_entities, num_relations, splits = world
@@ -122,7 +118,6 @@ def test_answers_of_a_block_come_in_pieces(world, side, data):
     assert sorted(p for piece in pieces for p in zip(*map(list, piece), strict=True)) == expected
 
 
-@settings(deadline=None)
 @given(world=worlds())
 def test_rows_too_wide_for_one_key_sort_the_same(world):
     num_entities, num_relations, splits = world
@@ -137,7 +132,6 @@ def test_rows_too_wide_for_one_key_sort_the_same(world):
 
 
 @pytest.mark.parametrize("sizes", [(50, 3, 50), (1 << 31, 1 << 31, 1 << 31)])
-@settings(deadline=None)
 @given(seed=st.integers(0, 99), total=st.integers(0, 3000))
 def test_repeats_are_the_later_ones(sizes, seed, total):
     rows = np.random.default_rng(seed).integers(0, (50, 3, 50), (total, 3), np.int32)

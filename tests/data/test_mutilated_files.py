@@ -109,9 +109,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("mutilated")
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.sampled_from(FOLDERS),
     which=st.integers(0, 2),

@@ -31,7 +31,7 @@ def is_plausible(ids, shares):
     return abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 100), st.integers(1, 33), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_range_of_chunks_is_a_slice_of_the_whole(entities, count, seed, weighted, data):
     sampler = UniformSampler(entities)
@@ -74,7 +74,7 @@ def test_degree_draws_follow_the_weights(power):
     torch.testing.assert_close(expected[1], torch.from_numpy(7 * weights / weights.sum()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), power=st.sampled_from([0.0, 0.5, 0.75, 1.0, 3.0]))
 def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
     entities = data.draw(st.integers(1, 200))
@@ -89,7 +89,6 @@ def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
     assert degrees[drawn].all()  # nobody without a triple
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5) | st.just(10**12), max_size=40), st.integers(1, 7))
 def test_values_are_counted_in_chunks(values, chunk):
     values = np.array(values, np.int64)

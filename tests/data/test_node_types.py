@@ -137,7 +137,7 @@ def test_types_by_a_file(tmp_path):
         prepare({"train": TRAIN}, tmp_path / "u", {"types": str(file)})
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(st.sampled_from("uvw"), st.integers(0, 4), st.integers(0, 2),
@@ -216,7 +216,7 @@ def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=2, max_size=60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_types_have_equal_shares_in_each_part(tmp_path_factory, ends):
     labels = [f"{kind}:{number}" for kind, number in ends]
     triples = list(zip(labels, ["r"] * len(labels), reversed(labels), strict=True))

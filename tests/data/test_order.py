@@ -17,7 +17,7 @@ def whole(size, seed=0, epoch=0):
     return EpochShuffle(size, seed, epoch)(np.arange(size))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 66) | st.integers(1, 5000), SEEDS, st.integers(0, 1000))
 def test_every_triple_comes_once(size, seed, epoch):
     order = whole(size, seed, epoch)
@@ -25,7 +25,7 @@ def test_every_triple_comes_once(size, seed, epoch):
     np.testing.assert_array_equal(np.sort(order), np.arange(size))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 5000), SEEDS, st.data())
 def test_any_slice_agrees_with_the_whole(size, seed, data):
     start = data.draw(st.integers(0, size))

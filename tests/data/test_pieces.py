@@ -107,7 +107,7 @@ def labelled(store: TripleStore, name: str) -> list[tuple]:
 # The same store
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     splits=st.lists(st.lists(ROW, min_size=1, max_size=150), min_size=1, max_size=3),
     sizes=BOUNDS,
@@ -144,7 +144,7 @@ def test_pieces_change_no_byte(tmp_path_factory, splits, sizes, form, options):
     shutil.rmtree(folder)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.lists(ROW, min_size=1, max_size=150), seed=st.integers(0, 9), sizes=BOUNDS)
 def test_ids_and_splits_depend_on_the_set_of_labels(tmp_path_factory, rows, seed, sizes):
     """Neither the order of the triples nor the format of their file changes an id."""
@@ -161,7 +161,7 @@ def test_ids_and_splits_depend_on_the_set_of_labels(tmp_path_factory, rows, seed
     shutil.rmtree(folder)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     total=st.integers(1, 150), most=st.integers(3, 60), seed=st.integers(0, 9),
     options=st.sampled_from([
@@ -198,7 +198,7 @@ def test_compressed_files_and_parquet_have_one_fingerprint(tmp_path):
 # The triples of an oracle
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     splits=st.lists(st.lists(ROW, min_size=1, max_size=120), min_size=2, max_size=3),
     sizes=BOUNDS, weighted=st.booleans(), again=st.lists(ROW, max_size=60),

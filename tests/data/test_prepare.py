@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
@@ -267,7 +267,6 @@ def test_one_file_is_split(tmp_path):
     assert again.fingerprint == store.fingerprint != other.fingerprint
 
 
-@settings(deadline=None)
 @given(
     total=st.integers(1, 200), entities=st.integers(1, 60), relations=st.integers(1, 9),
     shares=st.tuples(st.floats(0, 0.6), st.floats(0, 0.39)), seed=st.integers(0, 9),

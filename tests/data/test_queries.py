@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
@@ -65,7 +65,6 @@ def expected_queries(kind, graph, sides):
     return [(*query, sorted(results)) for query, results in answers.items()]
 
 
-@settings(deadline=None)
 @given(
     graph=graphs(),
     kind=st.sampled_from(KINDS),

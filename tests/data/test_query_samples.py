@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
@@ -51,7 +51,6 @@ def read(batch, sides=SIDES):
     return results
 
 
-@settings(deadline=None)
 @given(
     triples=st.sets(st.tuples(*IDS), min_size=1, max_size=30),
     world_size=st.integers(1, 4),
@@ -87,7 +86,6 @@ def test_epoch_covers_all_queries_over_ranks(triples, world_size, accumulation, 
     assert all(next(stream, None) is None for stream in streams)
 
 
-@settings(deadline=None)
 @given(
     triples=st.sets(st.tuples(*IDS), min_size=1, max_size=60),
     world_size=st.integers(1, 4),

@@ -68,7 +68,7 @@ def test_blank_nodes_have_the_same_names_every_time(tmp_path):
 NAME = st.text(st.sampled_from("abcdefgh0123_"), min_size=1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(NAME, NAME, NAME, st.booleans()), min_size=1))
 def test_labels_are_those_of_ntriples(tmp_path_factory, rows):
     """The same graph as N-Triples, which is Turtle too, by either reader."""
@@ -107,7 +107,7 @@ def test_errors_name_the_place(tmp_path, name, content, said):
     assert str(caught.value).startswith(str(tmp_path / name)) and said in str(caught.value)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(FILES)), place=st.floats(0, 1), length=st.integers(0, 30),
     junk=st.binary(max_size=8),

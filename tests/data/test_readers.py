@@ -85,7 +85,6 @@ LABEL = st.text(
 ).filter(str.strip)
 
 
-@settings(deadline=None)
 @given(rows=st.lists(st.tuples(LABEL, LABEL, LABEL), min_size=1))
 def test_any_label_survives_tsv_and_csv(tmp_path_factory, rows):
     directory = tmp_path_factory.mktemp("labels")
@@ -217,7 +216,7 @@ def test_escaped_labels_equal_unescaped_ones(tmp_path, monkeypatch, block):
     assert rows == [first, first] and source.literals.total() == 3
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @example(text="\x01\x7f\t", name="a", escape=[False] * 5)
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),

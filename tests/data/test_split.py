@@ -86,7 +86,7 @@ def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
 # What leaks
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
     store = split(folder, rows, by="time", ratio=ratio)
@@ -109,7 +109,7 @@ def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, see
     assert parts_of(split(folder, shuffled, by="time", ratio=ratio)) == parts
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
 def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
     store = split(folder, rows, by="last", count=count, seed=seed)
@@ -169,7 +169,7 @@ def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
 HALVES = [(h, "r", f"t{i}", 0) for h, n in (("b", 5), ("c", 1), ("a", 4)) for i in range(n)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 @example(rows=HALVES, ratio=(0.5, 0.25, 0.25), seed=0)
 def test_each_head_has_its_shares(folder, rows, ratio, seed):
@@ -318,7 +318,6 @@ TIMES = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(times=TIMES, data=st.data())
 def test_any_time_survives_as_text(times, data):
     texts = [time.isoformat() if isinstance(time, dt.datetime) else str(time) for time in times]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
@@ -108,7 +108,6 @@ def test_store_without_types_has_none(tmp_path):
     assert prepare(folder_of(tmp_path / "data"), tmp_path / "store").types() is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
 def test_pairs_become_a_table(pairs):
     entities, types = np.array([*pairs, (0, 0)], np.int64).T

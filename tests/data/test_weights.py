@@ -32,7 +32,7 @@ def write(path, text: str):
     return path
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.tuples(LABEL, LABEL, LABEL, WEIGHT), min_size=1),
     order=st.permutations(["head", "relation", "tail", "Confidence"]),

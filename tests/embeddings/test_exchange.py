@@ -28,7 +28,7 @@ from kge_torchrec.embeddings.torchrec import exchange_codecs
 from kge_torchrec.trained_run import Run
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(0, 4), columns=st.integers(1, 9), seed=st.integers(0, 99),
     size=st.sampled_from([1e-7, 1e-3, 1.0, 1e6]), gradients=st.booleans(),

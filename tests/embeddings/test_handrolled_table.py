@@ -97,7 +97,7 @@ def cases(world_size: int) -> st.SearchStrategy[Case]:
     return st.integers(1, 40).flatmap(wanted)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_rows_and_gradients_are_exchanged(data):
     check(2, *data.draw(st.lists(cases(2), min_size=10, max_size=20)))

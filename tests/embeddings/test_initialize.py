@@ -32,7 +32,7 @@ def filled(start: int, stop: int, dim: int = 2, seed: int = 0, dtype=torch.float
     start=st.integers(CHUNK_ROWS - 100, CHUNK_ROWS + 50),
     count=st.integers(0, 200),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_slice_matches_the_whole_table(distribution, start, count):
     whole = filled(0, CHUNK_ROWS + 300, distribution=distribution)
     part = filled(start, start + count, distribution=distribution)

@@ -157,7 +157,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
         max_size=8,
     )
 )
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)

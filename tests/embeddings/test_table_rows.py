@@ -82,7 +82,7 @@ def test_torch_operations_match_the_kernel(name):
     lists=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
     preset, name = case
     random = torch.Generator().manual_seed(seed)
@@ -155,7 +155,7 @@ def test_dicee_bfloat16_moments_match_bitwise():
     chunk_rows=st.integers(1, 40),
     distinct=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
     preset, name = case
     optimizer = make_optimizer(**optimizer_settings(name))

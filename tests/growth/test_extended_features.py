@@ -178,7 +178,7 @@ PAIRS = st.dictionaries(st.tuples(LABELS, st.sampled_from("xyzuvw")), st.integer
 
 
 @given(PAIRS, PAIRS.filter(bool), st.integers(3, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_file_replaces_the_features_of_its_entities(tmp_path_factory, old, new, count):
     folder = tmp_path_factory.mktemp("file")
     entities = [*"abcdef"]

@@ -67,7 +67,7 @@ def _product(bits: torch.Tensor, factor: int) -> torch.Tensor:
     return ((bits * high & 0xFFFF) << 16) + bits * low
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(0, 9), dim=st.integers(1, 9), key=st.integers(0, 2**62 - 1),
     share=st.floats(0.01, 0.99),

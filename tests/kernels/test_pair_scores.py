@@ -64,7 +64,7 @@ def values_and_gradients(function, kind, args, dtype):
 
 
 @pytest.mark.parametrize("kind", ["scaled_squares", "manhattan", "dot"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     chunks=st.integers(0, 4),
     queries=st.integers(0, 35),

@@ -45,7 +45,7 @@ def both(scores, weight, rest, softmax):
 
 @is_softmax
 @given(scores=scores_of(), rest=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_gradients_equal_those_of_double_precision(softmax, scores, rest):
     assert takes(scores)
     weight = torch.linspace(0.5, 2, len(scores))
@@ -123,7 +123,7 @@ def masked_sums(scores, mask, softmax):
 
 @is_softmax
 @given(scores=scores_of(), share=st.sampled_from([0.0, 0.3, 1.0]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, share):
     scores = scores.float().requires_grad_()
     mask = torch.rand(scores.shape) >= share

@@ -61,7 +61,7 @@ def flat(rows, relations, sides, copied):
     dim=st.integers(1, 20),
     copied=st.lists(st.integers(0, ROWS - 1), unique=True),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_queries_scores_and_gradients_equal_the_formula(actions, queries, candidates, dim, copied):
     if actions != ["real"] * len(actions):
         dim *= 2

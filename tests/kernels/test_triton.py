@@ -58,7 +58,6 @@ def formula(kind, query, rows, maps):
 
 
 @pytest.mark.parametrize("kind", ["manhattan", "scaled_squares", "euclidean"])
-@settings(max_examples=25, deadline=None)
 @given(
     chunks=st.integers(0, 3), queries=st.integers(0, QUERIES + 2),
     candidates=st.sampled_from([0, 1, 3, ROWS - 1, ROWS, ROWS + 1]), dim=st.integers(0, 5),
@@ -112,7 +111,6 @@ def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeyp
 _M, _N, _K = triton_pairs.PRODUCT_TILE
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     chunks=st.integers(0, 2), queries=st.sampled_from([0, 1, _M - 1, _M + 1]),
     candidates=st.sampled_from([0, 1, _N - 1, _N, 2 * _N + 1]),
@@ -158,7 +156,7 @@ def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatc
     assert out.isfinite().sum() == count - 3 * (_M + 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     size=st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1023, 1024, 16384, 16385])),
     picks=st.booleans(), seed=st.integers(0, 99),
@@ -177,7 +175,7 @@ def test_counts_equal_the_definition(size, picks, seed):
     assert torch.equal(equal, 5 + (compared == values[:, None]).sum(1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     size=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 90, 1023, 1024, 1025, 2500])),
     scale=st.sampled_from([1e-3, 3.0, 60.0]), shift=st.sampled_from([0.0, -50.0, 90.0]),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -39,7 +39,6 @@ def of_one_query(name, smoothing, positive, others):
     return binary_cross_entropy_with_logits(scores, label, reduction=name)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_losses_and_gradients_equal_those_of_torch(case):
     name, smoothing, counts, positive, negative, mask = case

@@ -199,7 +199,7 @@ def test_no_triples_have_zero_loss_and_gradients(name, unique):
     assert scorer.relations.grad is not None and not scorer.relations.grad.any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(0, 12), st.integers(0, 99))
 def test_take_rows_equals_indexing(count, taken, seed):
     torch.manual_seed(seed)

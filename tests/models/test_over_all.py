@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
 
@@ -66,7 +66,6 @@ def answers_of(labels, start, stop) -> BlockAnswers:
     return BlockAnswers(query, column, 1 / counts[query].float(), counts)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_losses_of_blocks_add_up_to_those_of_torch(case):
     name, smoothing, scores, labels, cuts, by_column = case

@@ -35,7 +35,7 @@ def zipf(entities: int, skew: float) -> Sizes:
     return Sizes.of_counts(entities, 1, 1, skew)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     count=st.integers(2, 30_000),
     exponent=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 2.0)),

@@ -125,7 +125,7 @@ def as_counts(counts, triples):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     TRIPLES, TRIPLES, TRIPLES, st.booleans(), st.integers(1, 5), st.sampled_from([1, 9, 1 << 20])
 )

@@ -11,7 +11,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-40]
 BLOCKS = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=SPECIAL)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(BLOCKS, st.data())
 def test_counts_match_the_definition_and_add_up(block, data):
     true = data.draw(arrays(np.float32, len(block), elements=SPECIAL))

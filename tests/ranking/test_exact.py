@@ -126,7 +126,7 @@ def test_answers_are_scored_in_groups(monkeypatch):
     assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_filter_and_ties_match_the_oracle(data):
     entities = data.draw(st.integers(1, 8))

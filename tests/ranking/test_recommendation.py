@@ -150,7 +150,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan])
 PAIRS = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(SPECIAL, min_size=9, max_size=9), PAIRS, PAIRS)
 def test_ties_masks_and_special_scores_count_as_documented(values, pairs, known):
     table = torch.tensor(values)[:, None]
@@ -164,7 +164,7 @@ def test_ties_masks_and_special_scores_count_as_documented(values, pairs, known)
 
 
 @given(st.integers(1, 130), st.integers(0, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_samples_have_whole_users(limit, seed):
     triples = case()[1]
     drawn = sample_users(triples, limit, seed)

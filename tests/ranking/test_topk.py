@@ -74,7 +74,7 @@ def test_excluded_entities_never_appear():
     assert ids.tolist() == [[1, -1, -1]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_special_values_sort_as_documented(data):
     special = [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, 1e-40, -1e-40]

@@ -261,7 +261,7 @@ def test_many_recommendations_have_those_of_each(model):
     assert isinstance(results[3], Unknown)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     stock=st.lists(st.integers(0, N - 1), min_size=1, max_size=20),
     sold=st.lists(st.integers(0, N - 1), max_size=20),

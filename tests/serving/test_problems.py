@@ -193,7 +193,7 @@ FUZZ = {
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=60, suppress_health_check=FIXTURES)
 @given(**FUZZ)
 def test_random_requests_never_get_500(client, method, path, query, body, kind):
     nothing_gets_a_500(client, method, path, query, body, kind)

@@ -104,7 +104,7 @@ def test_dense_gradients_are_reduced_once_per_step(tmp_path):
     ranks=st.integers(1, 3),
     parts=st.integers(1, 5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_micro_batches_contain_the_examples_of_the_whole_step(
     size, batch_size, chunk_size, ranks, parts
 ):

@@ -38,9 +38,7 @@ def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
     return fit(config_of(store, run, **KEYS)).parameters
 
 
-@settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 2))
 def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit, which):
     expected = restored(store, run)

@@ -95,7 +95,7 @@ def test_store_has_features_and_items_that_are_in_no_triple():
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**16), st.sets(st.integers(0, 8)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     random = np.random.default_rng(seed)
     matrix = np.where(random.random((count, kinds)) < 0.4, random.random((count, kinds)), 0)
