@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,5 +42,26 @@ def test_benchmark_runs_and_prints_results(tmp_path, name):
     assert done.stdout or list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_the_server_is_measured(tmp_path):
+    kge = [sys.executable, "-m", "kge_torchrec"]
+    train = ["train", "demo", "--train.epochs=1", f"--run.dir={tmp_path / 'run'}"]
+    subprocess.run([*kge, *train], cwd=ROOT, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    serving = [*kge, "serve", str(tmp_path / "run"), "--port", port]
+    with subprocess.Popen(serving, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        next(line for line in server.stderr if port in line)
+        query = "/predict?head=Austria&relation=borders"
+        few = ["--clients", "2", "--requests", "3", "--half-sent", "3", "--wait", "0.1"]
+        script = [sys.executable, str(ROOT / "scripts" / "bench_server.py")]
+        done = subprocess.run([*script, "--port", port, "--query", query, *few],
+                              cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+        server.terminate()
+    assert "replies {200: 6}" in done.stdout, done.stdout + done.stderr
+
+
 def test_every_benchmark_has_a_test():
-    assert {path.stem for path in (ROOT / "scripts").glob("bench*.py")} <= set(SMALL)
+    benches = {path.stem for path in (ROOT / "scripts").glob("bench*.py")}
+    assert benches <= {*SMALL, "bench_server"}

@@ -78,7 +78,6 @@ def test_folder_without_other_files_of_a_run(here, capsys):
 VERBS = (
     "evaluate .",
     "predict . --head a --relation r",
-    "report .",
     "tune . --trials 1",
     "compare .",
     "export . -o y",
@@ -95,6 +94,13 @@ def test_verbs_in_the_folder_of_the_run(here, monkeypatch, capsys, verb):
     monkeypatch.chdir(foreign_run(here / "run", model={"scorer": "evil:Scorer"}))
     assert main(verb.split()) == 1
     assert "reading it runs the code of evil" in capsys.readouterr().err
+
+
+def test_a_report_leaves_out_a_model_of_foreign_code(here, caplog):
+    """It shows what the folder says; the file would end Python if it ran."""
+    run = foreign_run(here / "run", model={"scorer": "evil:Scorer"})
+    assert main(["report", str(run)]) == 0
+    assert "the report leaves out the model" in caplog.text and "--allow-import evil" in caplog.text
 
 
 def test_named_module_is_imported(here, monkeypatch):

@@ -151,7 +151,7 @@ def test_splits_are_looked_up_only_for_listed_answers():
         "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
         "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
     }
-    model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
+    model = SimpleNamespace(known_by_split=lambda: splits)
     query, ids = np.array([[0, 0, 0]]), np.array([[9, 2, 3, 5, 4, 0, -1]])
     queries.splits(model, "tail", query, ids)  # compiles
     tracemalloc.start()

@@ -68,7 +68,7 @@ def test_sets_of_candidates_are_made_once(typed, monkeypatch):
         lambda *args: made.append(args[0]) or make(*args),
     )
     model = typed.model
-    model._kept_candidates.clear()
+    model._candidates.clear()
     for _ in range(3):
         model.candidates("types")
         typed.predict("user:1", "visits")

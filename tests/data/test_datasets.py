@@ -152,7 +152,7 @@ def test_error_in_the_stream_is_reported(tmp_path, monkeypatch):
 def test_missing_library_is_named(tmp_path, monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, datasets._LOADERS[scheme][0], None)
-    said = rf"{scheme}:x: this takes the package {package}, .*kge-torchrec\[{scheme}\]"
+    said = rf"{scheme}:x: this takes the package {package}, .*pip install -e '.\[{scheme}\]'"
     with pytest.raises(DataError, match=said):
         prepare(f"{scheme}:x", tmp_path / "store")
 

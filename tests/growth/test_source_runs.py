@@ -95,7 +95,7 @@ def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
 def test_serving_does_not_change_the_run(world, step0):
     held = content(world / "run", world / "store", step0)
     for run in (world / "run", step0):
-        with opened_model(run) as model, TestClient(create_app(model, "run")) as client:
+        with TestClient(create_app(opened_model(run), "run")) as client:
             for path in ("/predict?head=e1&relation=r0", "/nearest?entity=e1", "/", "/metrics"):
                 assert client.get(path).status_code == 200
     assert content(world / "run", world / "store", step0) == held
