@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.config import Config, ConfigError, TrainConfig, all_keys
-from kge_torchrec.config.describe import help_of, json_schema, keys_help, keys_page
+from kge_torchrec.config.describe import help_of, json_schema, keys_help
 from kge_torchrec.config.options import Typed, parse_options
 from kge_torchrec.config.parser import CONFIGS, config_from_dict, load_config
 from kge_torchrec.data.negatives import UniformSampler
@@ -132,12 +132,6 @@ def test_every_published_config_loads():
     for path in sorted(CONFIGS.rglob("*.yaml")):
         config = load_config(path)
         assert config_from_dict(config.to_dict()) == config, path
-
-
-def test_page_of_keys_matches_the_fields():
-    """`kge-torchrec list keys --format markdown` writes it anew."""
-    page = Path(__file__).resolve().parents[1] / "docs" / "reference" / "keys.md"
-    assert page.read_text(encoding="utf-8") == keys_page() + "\n"
 
 
 def test_schema_for_editors_matches_the_fields_and_is_named_by_every_config():

@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
@@ -36,7 +37,9 @@ import yaml
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
+from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import as_config, config_from_dict
+from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.data.datasets import embedded_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -246,10 +249,23 @@ def test_links_files_and_keys_on_pages_exist(path):
     assert [key for key in named if key not in keys and not re.search(files, key)] == []
 
 
-def test_page_of_the_python_interface_matches_the_package():
-    page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["api_page"]()
-    written = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
-    assert written == page, "write it anew: python scripts/docs_site.py"
+def test_site_has_every_key_public_name_and_option_of_a_scorer():
+    on_page_markdown = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["on_page_markdown"]
+
+    def rows(page):
+        text = (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")
+        text = on_page_markdown(text, mock.Mock(**{"file.src_uri": f"reference/{page}"}))
+        assert "<!-- generated" not in text
+        return [re.findall(r"`(.*?)`", row) for row in re.findall(r"^\| `.*", text, re.M)], text
+
+    assert {row[0] for row in rows("keys.md")[0]} >= set(all_keys())
+    names, text = rows("api.md")
+    assert {row[0] for row in names} >= set(kge_torchrec.__all__)
+    assert text.count("\n::: ") == len(kge_torchrec.__all__)
+    options = {(name, option) for name in KINDS["scorer"].ours
+               for option in settings_of(resolve("scorer", name)).__dataclass_fields__}  # fmt: skip
+    listed, _ = rows("scorers.md")
+    assert options <= {pair for row in listed for pair in combinations(row, 2)}
 
 
 def test_every_page_is_on_the_site():

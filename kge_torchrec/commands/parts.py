@@ -11,7 +11,7 @@ import textwrap
 from typing import Any, Literal
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.describe import Option, json_schema, keys_help, keys_page, options_help
+from kge_torchrec.config.describe import Option, json_schema, keys_help, keys_tables, options_help
 from kge_torchrec.config.registry import KINDS, resolve
 
 Listed = Literal[
@@ -37,7 +37,7 @@ def list_parts(
     if kind == "keys":
         if name is not None:
             raise ConfigError("list keys lists all of them; leave the name out")
-        texts = {"text": keys_help, "markdown": keys_page}
+        texts = {"text": keys_help, "markdown": keys_tables}
         print(texts[format]() if format in texts else json.dumps(json_schema(), indent=1))
         return 0
     if format == "json-schema" or (format == "markdown" and name is not None):

@@ -20,33 +20,6 @@ from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_o
 from kge_torchrec.config.options import as_yaml, checks_of, hints, in_words, members, settings_of
 from kge_torchrec.config.registry import KINDS, resolve
 
-_PAGE = """\
-# Keys of the config
-
-```sh
-kge-torchrec list keys
-```
-
-The command prints the same keys. `kge-torchrec list keys --format markdown` wrote this page.
-
-- A key is set in a YAML file (`train: {lr: 0.1}`) or on the command line (`--train.lr 0.1`).
-- A key that is set to another value than its default and has no effect is refused. The column
-  "acts only with" says what gives it one.
-- "may change on resume" says whether `kge-torchrec train --resume RUN --key value` is accepted.
-- A key may be in a group within its section: `model: {dropout: {hidden: 0.1}}` in a file,
-  `--model.dropout.hidden 0.1` on the command line.
-- A key such as `model.options` holds the options of the scorer, loss or sampler that another key
-  names. `kge-torchrec list KIND` lists them.
-- null stands for a default that is resolved from the graph by
-  [rules](../how-to/choose-a-model.md#the-rules).
-
-## Completion in editors
-
-`kge-torchrec list keys --format json-schema > keys.schema.json` writes a JSON schema of all keys.
-Put `# yaml-language-server: $schema=keys.schema.json` into the first line of a config beside it, as
-the published configs have it. Editors with the YAML language server then complete keys, choices and
-the options of the chosen scorer, loss and optimizer, show their help, and mark mistakes.
-"""
 _COLUMNS = """\
 | key | default | meaning | acts only with | may change on resume |
 |---|---|---|---|---|"""
@@ -78,9 +51,9 @@ def keys_help(first: str = "") -> str:
     return "\n".join(lines)
 
 
-def keys_page() -> str:
-    """Return docs/reference/keys.md: a table of keys for each section."""
-    parts = [_PAGE]
+def keys_tables() -> str:
+    """Return a table of keys for each section, in Markdown."""
+    parts = []
     for section, keys in _sections().items():
         parts += [f"## {section}\n", _COLUMNS]
         for name, item in keys.items():

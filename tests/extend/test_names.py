@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 from extended import LION, LP, MIXED, REFE, SQUARED, part
-from test_documentation import ROOT
 
 from kge_torchrec import Loss, RowOptimizer, Scorer
-from kge_torchrec.commands.parts import listing, options_table
+from kge_torchrec.commands.parts import listing
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.optimizers import make_optimizer
@@ -92,8 +91,3 @@ def test_optimizer_without_a_step_is_rejected():
 def test_part_of_an_import_path_is_listed(folder):
     assert part("scorer", REFE).name == "refe"
     assert "moves (true or false, default true): Whether a relation" in listing("scorer", REFE)
-
-
-def test_table_of_options_matches_the_classes():
-    page = (ROOT / "docs" / "reference" / "scorers.md").read_text(encoding="utf-8")
-    assert f"\n\n{options_table('scorer')}\n\n" in page
