@@ -16,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 TESTED := $(VENV)/.ready-test
 
-.PHONY: help setup demo smoke test slow gpu test-all lint types hooks docs clean
+.PHONY: help setup demo smoke test slow gpu test-all mutations lint types hooks docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ gpu: $(TESTED)  ## run tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 test-all: test slow  ## run test and slow
+
+mutations: $(TESTED)  ## put each deliberate fault into a copy, and see that a test notices it
+	$(BIN)/python scripts/faults.py --jobs 2
 
 lint: $(TESTED) types  ## run ruff, mypy and import-linter, as CI does
 	$(BIN)/ruff check .

@@ -76,7 +76,10 @@ def test_epoch_has_every_query_once_with_all_training_answers(graph, kind, sides
     batches = QueryBatches(examples_of(kind, graph, sides), BatchPlan(batch_size, seed))
     results = epoch_of(batches)
     assert sorted(results) == sorted(expected_queries(kind, graph, sides))
-    assert len(list(batches.epoch(0))) == batches.steps_per_epoch
+    steps = list(batches.epoch(0))
+    assert len(steps) == batches.steps_per_epoch
+    for step in steps:  # the loss is the mean over the queries of the step
+        np.testing.assert_allclose(step.weight * step.queries, 1)
     count = sum(len(answers) for *_, answers in results)
     assert count == len(graph[2]) * len(sides)  # every training answer exactly once
 

@@ -60,6 +60,9 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, among):
         assert set(drawn.tolist()) == set(own[allowed].tolist())
     any_suits = right.all(1).sum()
     assert 0 < any_suits < len(rows)
+    shared = (~right.all(1)).nonzero()[::25, 0]  # the triples of one chunk
+    drawn = sampler.sample(Chunks(side, unit[None], lambda: rows[None, shared]))[0]
+    assert set(drawn.tolist()) == set(every[shared][right[shared]].tolist())
 
 
 def test_share_of_negatives_is_typed_and_others_do_not_change():
