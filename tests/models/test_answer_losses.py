@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from kge_torchrec.models.losses import BinaryCrossEntropyLoss, SoftmaxLoss
+from kge_torchrec.models.losses import (
+    BinaryCrossEntropyLoss,
+    BPRLoss,
+    MarginLoss,
+    SelfAdversarialLoss,
+    SoftmaxLoss,
+    hardest,
+)
 
 LOSSES = {
     "softmax": SoftmaxLoss,
@@ -59,3 +67,21 @@ def test_losses_and_gradients_equal_those_of_torch(case):
     )
     for ours, theirs in pairs:
         assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", [MarginLoss(1.0), BPRLoss(), SelfAdversarialLoss(1.0)])
+def test_query_without_answers_has_no_loss(loss):
+    negative = torch.tensor([[0.5, -1.0], [2.0, 0.0]], requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    losses = loss(torch.tensor([0.3, 1.0]), torch.tensor([1, 1]), negative, mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), negative)
+    assert losses[0] == 0 < losses[1]
+    assert not gradient[0].any() and gradient[1].all()
+
+
+def test_hardest_candidates_are_negatives_where_there_are_enough():
+    negative = torch.tensor([[9.0, 1.0, 3.0, 2.0], [9.0, 8.0, 7.0, 1.0]])
+    mask = torch.tensor([[False, True, True, True], [False, False, False, True]])
+    scores, kept = hardest(negative, mask, 2)
+    assert kept[0].all() and sorted(scores[0].tolist()) == [2, 3]
+    assert kept[1].sum() == 1 and scores[1][kept[1]] == 1

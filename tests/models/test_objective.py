@@ -175,6 +175,12 @@ def test_relation_prediction_is_added_for_each_side(reciprocal, sides):
     torch.testing.assert_close(value[0.5] - value[0.0], expected)
 
 
+@pytest.mark.parametrize("p", [1.5, 3.0, 4.0])
+def test_gradients_of_powers_are_right(p):
+    rows = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda rows: Lp(p=p).penalty(rows, True), rows)
+
+
 def test_n3_has_a_finite_gradient_at_zero():
     rows = torch.zeros(ENTITIES, DIM, requires_grad=True)
     scorer = SCORERS["complex"](RELATIONS, DIM)
