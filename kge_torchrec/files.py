@@ -13,7 +13,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -106,27 +106,40 @@ def in_words(error: OSError) -> str:
     return what if error.filename is None else f"{error.filename}: {what}"
 
 
-def put_in_place(made: Path, target: Path) -> None:
-    """Rename a folder to ``target`` and remove what was there.
+def put_in_place(made: Path, target: Path, replace: bool = True) -> None:
+    """Rename a folder to ``target``.
 
     An existing ``target`` is first renamed, not removed, so that the name is missing only for a
-    moment.
+    moment. A folder that another process renames to ``target`` in this moment is replaced as well.
+
+    Args:
+        made: The folder.
+        target: Its new path.
+        replace: Whether to remove what is at ``target``.
+
+    Raises:
+        FileExistsError: There is a folder at ``target``, and ``replace`` is False.
     """
     old = made.with_name(f"{made.name}.old")
-    if old.exists():  # left by a program that was killed in this function
-        shutil.rmtree(old)
-    replaces = target.exists()
-    if replaces:
-        target.rename(old)
-    try:
-        made.rename(target)
-    except OSError:
-        if replaces:  # restore the old target
-            old.rename(target)
-        raise
+    while True:
+        if old.exists():  # left by another process, or by one that was killed in this function
+            shutil.rmtree(old)
+        if replace:
+            with suppress(FileNotFoundError):
+                target.rename(old)
+        try:
+            made.rename(target)
+            break
+        except OSError as error:
+            is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            if is_taken and not replace:
+                raise FileExistsError(errno.EEXIST, _WORDS[errno.EEXIST], str(target)) from error
+            if not is_taken:
+                if old.exists():  # restore the old target
+                    old.rename(target)
+                raise
     sync(target.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -30,7 +30,6 @@ from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.types import Ends, Vocabularies
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.baselines import (
     Task,
@@ -59,7 +58,6 @@ FILTERS = {
 # The splits whose answers are not recommended.
 KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
 CANDIDATES = 3  # sets of candidates that a model keeps: predict, recommend and evaluate take turns
-_NO_DATA = "an export does not contain the data for {}; name the run that it was made from"
 
 
 class Probabilities(Protocol):
@@ -77,11 +75,11 @@ class TrainedModel:
         scorer: The scorer.
         shard: The entity rows of this rank.
         labels: The vocabularies.
-        store: The data; None for an export.
+        store: The data.
         processes: The ranks.
         calibration: Turns scores into probabilities; None if the model is not calibrated.
         path: Folder of the run or the export.
-        description: Contents of model.json of an export.
+        description: Contents of config.json of an export.
         table: (N, D) float32, the table of an export as it was opened; read-only.
         hides_bars: Whether no progress bars are shown on a terminal.
         config: The config of a run, with values in place of null; None for an export.
@@ -91,7 +89,7 @@ class TrainedModel:
     scorer: Scorer
     shard: EntityShard
     labels: Vocabularies
-    store: TripleStore | None = None
+    store: TripleStore
     processes: Processes = ALONE
     calibration: Probabilities | None = None
     path: Path | None = None
@@ -166,37 +164,17 @@ class TrainedModel:
     @cached_property
     def ends(self) -> Ends | None:
         """The types at the ends of relations; None unless every entity has one type."""
-        if "types" in self.description:
-            return Ends(self.labels, self.description["types"])
         return Ends.of(self.store)
 
-    def known(self, purpose: str) -> TripleStore:
-        """Return the data.
-
-        Raises:
-            KGEError: The model is an export, which has no data; the message names the purpose.
-        """
-        if self.store is None:
-            raise KGEError(_NO_DATA.format(purpose))
-        return self.store
-
-    def known_answers(self, purpose: str) -> FilterIndex:
-        """Return what the data and the facts of new entities hold.
-
-        Raises:
-            KGEError: The model is an export without new entities; the message names the purpose.
-        """
-        if self.facts is None:
-            return self.known(purpose).filter_index()
-        if self.store is None:
-            return self.facts
-        return self.store.filter_index().joined(self.facts)
+    @property
+    def known(self) -> FilterIndex:
+        """What the data and the facts of new entities hold."""
+        known = self.store.filter_index()
+        return known if self.facts is None else known.joined(self.facts)
 
     def known_by_split(self) -> dict[str, FilterIndex]:
         """Return the known answers of each split, and of "facts"; the first ones win."""
-        splits = {}
-        if self.store is not None:
-            splits = {split: self.store.filter_index((split,)) for split in SPLITS}
+        splits = {split: self.store.filter_index((split,)) for split in SPLITS}
         if self.facts is not None:
             total = self.facts.num_entities
             splits = {split: index.widened(total) for split, index in splits.items()}
@@ -277,7 +255,7 @@ class TrainedModel:
             split: Their split.  None: filter by all splits and by the triples themselves.
             evaluation: The ``evaluation`` section of the config.
         """
-        store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
+        store, triples = self.store, np.asarray(triples, dtype=np.int64)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
         with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
             parts = self.scorer, self.shard, triples
@@ -310,7 +288,7 @@ class TrainedModel:
             ConfigError: The candidates are lists of single triples.
         """
         evaluation.check_recommends()
-        known = self.known("recommendations").filter_index(KNOWN_OF[split])
+        known = self.store.filter_index(KNOWN_OF[split])
         only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
         with self.bar(len(triples), f"recommend {split}", "answer") as bar:
             options = RankOptions(
@@ -322,7 +300,7 @@ class TrainedModel:
         self, triples: np.ndarray, split: str | None, evaluation: EvaluationConfig
     ) -> dict[str, Any]:
         """Return the metrics of baselines beside those of ``ranks_of``, by name. Collective."""
-        store, triples = self.known("ranking"), np.asarray(triples, np.int64)
+        store, triples = self.store, np.asarray(triples, np.int64)
         if evaluation.candidates == "fixed":
             lists = self._fixed_lists(evaluation, split)
             return on_first_rank(
@@ -342,7 +320,7 @@ class TrainedModel:
     ) -> dict[str, Any]:
         """Return the metrics of baselines beside those of ``recommendations_of``. Collective."""
         triples = np.asarray(triples, np.int64)
-        known = self.known("recommendations").filter_index(KNOWN_OF[split])
+        known = self.store.filter_index(KNOWN_OF[split])
         task = self._task(triples, side, known, evaluation)
         return on_first_rank(self.processes, lambda: list_baselines(task, triples, cutoffs))
 
@@ -350,14 +328,14 @@ class TrainedModel:
         self, triples: np.ndarray, side: Side, known: FilterIndex, evaluation: EvaluationConfig
     ) -> Task:
         """Return what baselines are ranked among. Collective."""
-        store = self.known("ranking")
+        store = self.store
         only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
         sizes = candidate_counts(only, side, triples, store, self.shard)
         return Task(store, side, known, only, sizes)
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        store, file = self.known("fixed candidates"), evaluation.candidates_options.file
+        store, file = self.store, evaluation.candidates_options.file
         return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
@@ -367,7 +345,7 @@ class TrainedModel:
         """
         if kind in (None, "all"):
             return None
-        store, rows = self.known("restricted candidates"), self.shard.row_range
+        store, rows = self.store, self.shard.row_range
         return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
 
     def novelty(self, weight: float) -> Novelty | None:
@@ -379,7 +357,7 @@ class TrainedModel:
         check(math.isfinite(weight), "novelty", "a finite number, such as 0.5", weight)
         if not weight:
             return None
-        store, rows = self.known("novelty"), self.shard.row_range
+        store, rows = self.store, self.shard.row_range
         return self._kept(("novelty", f"{weight}"), lambda: Novelty(store, rows, weight))
 
     def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:

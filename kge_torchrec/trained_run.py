@@ -185,7 +185,7 @@ class Run(Answering):
         paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
         evaluation = self._evaluation(candidates, options | paths)
         model = self.model
-        store = model.known("ranking")
+        store = model.store
         own = None if triples is None else read_triples(triples, model)
         ids = store.split(split) if own is None else own
         if not len(ids):

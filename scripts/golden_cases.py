@@ -296,7 +296,7 @@ def do_ranks(name: str, folder: Path, graph: str, _: int) -> None:
         "run.dir": str(folder / "run"),
     })  # fmt: skip
     model = run.model
-    store = model.known("ranking")
+    store = model.store
     ranks = model.ranks_of(store.test, "test", run.config.evaluation)
     outcome = {f"{kind} {side}": digest(getattr(ranks, kind)[side])
                for kind in ("optimistic", "pessimistic") for side in ("head", "tail")}  # fmt: skip
@@ -331,7 +331,7 @@ def do_data(name: str, folder: Path, graph: str, _: int) -> None:
     keys = DATA[name][1]
     if graph == "countries":
         run = kge_torchrec.train({**SHARED, "train.epochs": 1, "run.dir": str(folder / "run")})
-        store = run.model.known("ranking")
+        store = run.model.store
     else:
         types, output = ({"types": "prefix"} if keys else {}), folder / "store"
         try:

@@ -167,6 +167,16 @@ def _flip(file: Path, byte: int) -> None:
     file.write_bytes(content)
 
 
+def _other_store(export: Path) -> None:
+    """Replaces the store by another one whose files have the same sizes."""
+    sizes = {f"store/{x.name}": x.stat().st_size for x in Path("other_store").iterdir()}
+    shutil.rmtree(export / "store")
+    shutil.copytree("other_store", export / "store")
+    files = json.loads((export / "config.json").read_text())["files"]
+    kept = {name: size for name, size in files.items() if not name.startswith("store/")}
+    _edit(export / "config.json", files=kept | sizes)
+
+
 def _edit(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -212,21 +222,21 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "store_cut_known": lambda store: _cut(store / "known-train-head-answers.npy"),
     },
     "export": {
-        "export_no_model": lambda export: (export / "model.json").unlink(),
-        "export_cut_model": lambda export: _cut(export / "model.json"),
-        "export_list_model": lambda export: (export / "model.json").write_text("[]"),
-        "export_version": lambda export: _edit(export / "model.json", version=99),
-        "export_scorer": lambda export: (export / "model.json").write_text(
-            (export / "model.json").read_text().replace('"complex"', '"nothing"')
+        "export_no_model": lambda export: (export / "config.json").unlink(),
+        "export_cut_model": lambda export: _cut(export / "config.json"),
+        "export_list_model": lambda export: (export / "config.json").write_text("[]"),
+        "export_version": lambda export: _edit(export / "config.json", version=99),
+        "export_scorer": lambda export: (export / "config.json").write_text(
+            (export / "config.json").read_text().replace('"complex"', '"nothing"')
         ),
         "export_no_table": lambda export: (export / "entities.safetensors").unlink(),
         "export_cut_table": lambda export: _cut(export / "entities.safetensors"),
         "export_no_scorer": lambda export: (export / "scorer.safetensors").unlink(),
         "export_cut_scorer": lambda export: _cut(export / "scorer.safetensors"),
-        "export_no_labels": lambda export: (export / "entities.txt").unlink(),
-        "export_few_labels": lambda export: _cut(export / "entities.txt"),
-        "export_twin_labels": lambda export: (export / "entities.txt").write_text("e0\n" * 37),
-        "export_latin1": lambda export: (export / "relations.txt").write_bytes(b"r0\nr1\n\xe9\n"),
+        "export_no_labels": lambda export: (export / "store" / "entities.arrow").unlink(),
+        "export_cut_known": lambda export: _cut(export / "store" / "known-train-head-answers.npy"),
+        "export_flipped_train": lambda export: _flip(export / "store" / "train.npy", 512),
+        "export_other_store": lambda export: _other_store(export),
     },
 }  # fmt: skip
 

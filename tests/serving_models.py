@@ -12,9 +12,9 @@ from kge_torchrec.models.scorers import build_scorer
 N, R, D = 37, 3, 8
 
 
-def model_of(store, with_data=True):
+def model_of(store):
     scorer = build_scorer(ModelConfig("complex", D, True), R)
     torch.manual_seed(0)
     torch.nn.init.normal_(scorer.relations)
     shard = EntityShard(torch.randn(N, D), 0, N, replicated=True)
-    return AnsweringModel(scorer, shard, store, store if with_data else None)
+    return AnsweringModel(scorer, shard, store)

@@ -98,7 +98,7 @@ class Answering:
             tail: Label or id, or a list; None if the tail is the missing part.
             k: The number of answers per query.
             known: Whether to list answers that the data already holds. Listed ones are marked
-                with their split. An export has no data: it marks nothing and rejects False.
+                with their split.
             facts: Triples of new entities, which the query may then name: a file in any format,
                 or triples of labels. Each has one entity that the model has; see ``fold_in``.
 
@@ -114,7 +114,6 @@ class Answering:
             DataError: A table has an unknown label; the message names its row.
             UnknownLabelError: A label is not in the data; the message has close matches.
             IndexError: An id is out of range.
-            KGEError: ``known`` is False and the model is an export.
         """
         model, query = self._with(facts), (head, relation, tail)
         choice = Choice(k, known_answers(model, known))
@@ -180,7 +179,7 @@ class Answering:
         relation: Label,
         k: int = 10,
         exclude_known: bool = False,
-        candidates: str | Path | None = None,
+        candidates: str | Path = "seen",
         novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,
     ) -> list[Prediction]: ...
@@ -192,7 +191,7 @@ class Answering:
         relation: Label | None = None,
         k: int = 10,
         exclude_known: bool = False,
-        candidates: str | Path | None = None,
+        candidates: str | Path = "seen",
         novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,
     ) -> Any: ...
@@ -203,7 +202,7 @@ class Answering:
         relation: Any = None,
         k: int = 10,
         exclude_known: bool = False,
-        candidates: str | Path | None = None,
+        candidates: str | Path = "seen",
         novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,
     ) -> Any:
@@ -216,8 +215,7 @@ class Answering:
             k: The number of answers per head.
             exclude_known: Whether to leave out tails that train, valid or test hold.
             candidates: The entities to recommend. "seen": those that train has as tails of the
-                relation. "all". Otherwise a file of labels, one per line. None: "seen" for a run,
-                "all" for an export, which has no data.
+                relation. "all". Otherwise a file of labels, one per line.
             novelty: Moves rare and new tails up: answers come in order of their score minus
                 novelty * log(1 + training triples of the relation with this tail). 0: off.
             facts: Triples of new heads, such as what a new user has visited; see ``predict``.
@@ -229,7 +227,6 @@ class Answering:
             ConfigError: ``k`` is below 1, or there is no relation.
             DataError: The file of candidates cannot be read, or has an unknown label.
             UnknownLabelError: A label is not in the data; the message has close matches.
-            KGEError: An option needs the data and the model is an export.
         """
         model = self._with(facts)
         choice = recommended(model, k, exclude_known, candidates, novelty)
@@ -251,7 +248,7 @@ class Answering:
         format: str = "tsv",
         k: int = 10,
         exclude_known: bool = False,
-        candidates: str | Path | None = None,
+        candidates: str | Path = "seen",
         names: str | Path | None = None,
         novelty: float = 0.0,
         facts: InMemory | str | Path | None = None,

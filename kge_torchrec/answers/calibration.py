@@ -216,7 +216,7 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -
     """
     for name, value, least in (("top", top, 1), ("limit", limit, 1), ("seed", seed, 0)):
         at_least(name, value, least)
-    store = model.known("calibrating")
+    store = model.store
     test: dict[str, Listed] = {}
     if len(store.test):
         test = {part: listed(model, "test", part, top, limit, 2 * seed + 1) for part in PARTS}
@@ -340,7 +340,7 @@ def listed(
     Raises:
         DataError: The split has no triples.
     """
-    store = model.known("calibrating")
+    store = model.store
     triples = np.array(store.split(split), np.int64)
     if not len(triples):
         raise DataError(f"{store.path} has no {split} triples")

@@ -241,10 +241,8 @@ def answer_rows(model: TrainedModel, batch: Batch, found: list[Answered]) -> pa.
             model, batch.lines[some][query], triples, scores[query, column], missing,
             asked=pa.array([missing] * len(query), pa.string()), rank=column + 1,
         )  # fmt: skip
-        if model.store is not None or model.facts is not None:
-            known = splits(model, missing, batch.ids[some].clip(0), ids)[query, column]
-            table = table.append_column("known", pa.array(known, pa.string()))
-        tables.append(table)
+        known = splits(model, missing, batch.ids[some].clip(0), ids)[query, column]
+        tables.append(table.append_column("known", pa.array(known, pa.string())))
     return pa.concat_tables(tables).sort_by([("line", "ascending"), ("rank", "ascending")])
 
 
@@ -260,8 +258,8 @@ def answer_file(
     """Answer the queries of a file in order of its lines; see ``Answering.answer_file``.
 
     With a ``relation``, each line is a head whose tails are missing. The columns are line,
-    ``asked``, rank, head, relation, tail, score, probability (only if calibrated) and known (only
-    with data: the split that holds the triple).
+    ``asked``, rank, head, relation, tail, score, probability (only if calibrated) and known (the
+    split that holds the triple).
     """
 
     def search(batch: Batch) -> list[Answered]:

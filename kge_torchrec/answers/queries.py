@@ -88,30 +88,24 @@ class Choice:
 
 def known_answers(model: TrainedModel, lists_known: bool) -> FilterIndex | None:
     """Return the answers to leave out: None, or all that the data holds."""
-    return None if lists_known else model.known_answers("leaving out known answers")
+    return None if lists_known else model.known
 
 
 def recommended(
     model: TrainedModel,
     k: int,
     exclude_known: bool,
-    candidates: str | Path | None,
+    candidates: str | Path,
     novelty: float = 0.0,
 ) -> Choice:
     """Return the answers to recommend; see ``Answering.recommend``. Collective."""
-    kind = default_candidates(model) if candidates is None else candidates
-    if kind in ("seen", "all"):
-        only = model.candidates(str(kind))
+    if candidates in ("seen", "all"):
+        only = model.candidates(str(candidates))
     else:
-        ids = on_first_rank(model.processes, lambda: _ids_in(Path(kind), model))
+        ids = on_first_rank(model.processes, lambda: _ids_in(Path(candidates), model))
         only = ListedCandidates(ids)
     exclude = known_answers(model, not exclude_known)
     return Choice(k, exclude, only, itself=False, novelty=model.novelty(novelty))
-
-
-def default_candidates(model: TrainedModel) -> str:
-    """Return "seen", or "all" for an export, which does not know what was seen."""
-    return "all" if model.store is None else "seen"
 
 
 def _ids_in(path: Path, model: TrainedModel) -> np.ndarray:
@@ -187,10 +181,6 @@ def best(
     Raises:
         DataError: An entity is of a type that the relation does not have on that side.
     """
-    if choice.exclude is not None and model.store is None:
-        known = [part for part in (0, 2) if PARTS[part] != missing]
-        if bool((queries[:, known] < model.num_entities).all(1).any()):
-            model.known("leaving out known answers")  # an export has facts of new entities only
     if missing == "relation":
         return _best_relations(model, queries, choice)
     only, left_out = choice.only, []
@@ -238,7 +228,7 @@ def splits(model: TrainedModel, missing: Part, queries: np.ndarray, ids: np.ndar
     """Return the split that holds each answer (B, k) to the queries (B, 3): (B, k) of str or None.
 
     An answer in several splits gets train before valid before test; a fact of a new entity gets
-    "facts". An unknown answer gets None, and so does every answer of an export.
+    "facts". An unknown answer gets None.
     """
     names = np.full(ids.shape, None, object)
     for split, index in reversed(model.known_by_split().items()):
@@ -267,7 +257,7 @@ def new_links(
     """
     at_least("k", k, 1)
     one_of("candidates", candidates, ("all", "seen"))
-    known = model.known("new links").filter_index()
+    known = model.store.filter_index()
     number = int(model.relation_ids(relation))
     only = model.candidates("seen") if candidates == "seen" else model.ends
     heads = np.arange(model.num_entities)

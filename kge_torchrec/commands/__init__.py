@@ -83,7 +83,7 @@ def opened(folder: str) -> Run:
 
 def answering(folder: str) -> AbstractContextManager[Run | AnsweringModel]:
     """Open the run or the export in a folder."""
-    if not (Path(folder) / "model.json").is_file():
+    if not (Path(folder) / "config.json").is_file():
         return opened(folder)
     with loading_torch():
         from kge_torchrec.export.plain_model import load_model

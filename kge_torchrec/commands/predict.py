@@ -130,7 +130,7 @@ def recommend(
     head_facts: File | None = None,
     top: Count = 10,
     exclude_known: bool = False,
-    candidates: Annotated[str | None, "seen|all|FILE"] = None,
+    candidates: Annotated[str, "seen|all|FILE"] = "seen",
     novelty: Annotated[float, "X"] = 0.0,
     format: Rows = "table",
     output: File | None = None,
@@ -146,23 +146,21 @@ def recommend(
             users
         relation: label of a relation
         top: number of recommendations
-        exclude_known: leave out tails that train, valid or test hold; an export has no data
+        exclude_known: leave out tails that train, valid or test hold
         candidates: entities to recommend: tails of the relation in train, all entities, or those of
-            a file of labels, one per line (default: seen; for an export, which has no data, all)
+            a file of labels, one per line
         novelty: list by score - X log(1 + training triples of the tail), which moves rare and new
             tails up; 0: by score
     """
     if (head is None) == (heads is None):
         raise ConfigError("recommend takes --head X for one head, or --heads FILE for many")
-    from kge_torchrec.answers.queries import default_candidates
-
     with answering(run) as trained:
         with announced("loading the run"):
-            model = trained.model
+            _ = trained.model
         if is_first_rank():
-            kind = default_candidates(model) if candidates is None else candidates
             what = {"all": "all entities", "seen": "tails of the relation in train"}
-            print(f"candidates: {what.get(kind, f'the entities of {kind}')}", file=sys.stderr)
+            named = what.get(candidates, f"the entities of {candidates}")
+            print(f"candidates: {named}", file=sys.stderr)
         if head is not None:
             answers = trained.recommend(
                 head, relation, top, exclude_known, candidates, novelty, head_facts

@@ -26,16 +26,17 @@ def export(
         output: the folder to make
         checkpoint: checkpoint to export; best is the newest without a best one
         format: safetensors: a Hugging Face repository, which load_model reads; parquet: a table for
-            data frames; vectors: Parquet files of queries and items for a search index; torch: a
-            torch.export program
+            data frames and databases; vectors: Parquet files of queries and items for a search
+            index; torch: a torch.export program
         relation: label of the relation of vectors (default: all)
         overwrite: replace an existing export
     """
     with opened(run) as trained:
         path = trained.export(output, format, checkpoint, overwrite, relation=relation)
     if is_first_rank():
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            print(f"{file.stat().st_size:>15,} bytes  {file}")
+        for entry in sorted(path.iterdir()):
+            size = sum(x.stat().st_size for x in (entry, *entry.rglob("*")) if x.is_file())
+            print(f"{size:>15,} bytes  {entry}")
     return 0
 
 
@@ -64,7 +65,7 @@ def serve(
         names: file of labels and readable names, which replies have beside the labels
         access_log: print one line per request; the log has no size limit
     """
-    if not (Path(run) / "model.json").is_file():  # a run, not an export
+    if not (Path(run) / "config.json").is_file():  # a run, not an export
         config_of(run)
     with loading_torch():
         from kge_torchrec.serving.server import serve as answer

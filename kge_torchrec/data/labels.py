@@ -125,20 +125,19 @@ _PLAIN = {written: plain for plain, written in ESCAPES.items()}
 _NEWLINE = 10
 
 
-def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
+def read_label_file(file: Path, count: int) -> pa.Array:
     """Return the labels (count,) of a file, in memory, without a Python object for each.
 
     Args:
-        file: One label per line.
+        file: One label per line. The last newline may be missing, and lines may end as Windows
+            ends them, since other programs write such files too.
         count: The expected number of lines.
-        foreign: Whether another program wrote the file: it may leave out the last newline or end
-            lines as Windows does.
 
     Raises:
         DataError: The file is not such a text, or has another number of lines.
     """
     data = np.fromfile(file, np.uint8)
-    if foreign and data.size and data[-1] != _NEWLINE:
+    if data.size and data[-1] != _NEWLINE:
         data = np.append(data, np.uint8(_NEWLINE))
     ends = np.flatnonzero(data == _NEWLINE) + 1
     if len(ends) != count or data.size != (ends[-1] if count else 0):
@@ -152,8 +151,7 @@ def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
         lines.validate(full=True)
     except pa.ArrowInvalid as error:
         raise DataError(f"{file} is not valid UTF-8 ({error}); save it as UTF-8") from error
-    pattern = r"\r?\n" if foreign else "\n"
-    return _unescaped(pc.replace_substring_regex(lines, pattern, ""))
+    return _unescaped(pc.replace_substring_regex(lines, r"\r?\n", ""))
 
 
 def _unescaped(labels: pa.Array) -> pa.Array:

@@ -146,7 +146,7 @@ def _matrix(path: Path) -> Vectors:
         for first in range(0, count, ROWS):
             yield np.asarray(table[first : min(first + ROWS, count)], np.float32)
 
-    return Vectors(path, read_label_file(labels, count, foreign=True), width, rows)
+    return Vectors(path, read_label_file(labels, count), width, rows)
 
 
 def _parquet(path: Path) -> Vectors:

@@ -1,8 +1,8 @@
-"""The folder of an export, and what describes its contents: model.json and the model card.
+"""The folder of an export, and what describes its contents: config.json and the model card.
 
-model.json is for programs. The card, README.md, is for people, in the format of Hugging Face
-repositories, which reads library, license, metrics and tags from its YAML front matter. Hugging
-Face counts downloads and searches by config.json.
+config.json is for programs; Hugging Face counts downloads and searches by it. The card, README.md,
+is for people, in the format of Hugging Face repositories, which reads library, license, metrics and
+tags from its YAML front matter.
 
 The folder is written under a hidden name and renamed when it is complete. An export that is killed
 leaves the hidden folder.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,27 @@ from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import canonical, check_imports, resolve
+from kge_torchrec.data.store import META
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.table_files import TABLES, Safetensors
+from kge_torchrec.export.table_files import Parquet, Safetensors
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.models.scorers.base import BIASES, with_biases
 
 FORMAT = "kge-torchrec export"
-FORMAT_VERSION = 1
-DESCRIPTION = "model.json"
+FORMAT_VERSION = 2
+DESCRIPTION = "config.json"
 PARAMETERS = "scorer.safetensors"
 ENTITIES, RELATIONS = "entities.txt", "relations.txt"
-FOR_PEOPLE = ("README.md",)  # people may edit these, so their size is not recorded
+STORE = "store"  # the folder of the triple store
+CARD = "README.md"  # people may edit it, so its size is not recorded
 _PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 def describe(
     model: ModelConfig, num_entities: int, num_relations: int, format: str
 ) -> dict[str, Any]:
-    """Return the contents of model.json except ``files``, which is added at the end.
+    """Return the contents of config.json except ``files``, which is added at the end.
 
     Args:
         model: The model section of the config.
@@ -51,7 +52,10 @@ def describe(
         format: One of ``FORMATS``.
     """
     scorer = resolve("scorer", model.scorer)
-    description = {
+    description: dict[str, Any] = {
+        "model_type": "kge-torchrec",
+        "architectures": [model.scorer],
+        "torch_dtype": "float32",
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "layout": format,
@@ -64,32 +68,30 @@ def describe(
         "model": asdict(model),
         "packages": installed(_PACKAGES),
     }
-    if format not in TABLES:
+    if format not in ("safetensors", "parquet"):
         return description
-    return description | {
-        "entities": {
-            "file": TABLES[format].name,
-            "dtype": "float32",
-            "shape": [num_entities, model.dim],
-            "row": _meaning_of_a_row(scorer, model),
-            "layout": _layout(scorer, model),
-        },
-        "parameters": {
-            "file": PARAMETERS,
-            "score": _formula(scorer, model),
-            "relations": _meaning_of_relations(num_relations, model.reciprocal),
-        },
-        "labels": {
-            "entities": ENTITIES,
-            "relations": RELATIONS,
-            "meaning": "one per line in order of id, UTF-8; \\\\, \\n and \\r stand for a "
-            "backslash, a newline and a carriage return",
-        },
+    description["entities"] = {
+        "file": Parquet.name if format == "parquet" else Safetensors.name,
+        "dtype": "float32",
+        "shape": [num_entities, model.dim],
+        "row": _meaning_of_a_row(scorer, model),
+        "layout": _layout(scorer, model),
     }
+    description["parameters"] |= {
+        "file": PARAMETERS,
+        "relations": _meaning_of_relations(num_relations, model.reciprocal),
+    }
+    description["labels"] = {
+        "entities": ENTITIES,
+        "relations": RELATIONS,
+        "meaning": "one per line in order of id, UTF-8; \\\\, \\n and \\r stand for a backslash, "
+        "a newline and a carriage return",
+    }
+    return description
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Read model.json and check that the export is complete.
+    """Read config.json and check that the export is complete.
 
     Raises:
         ExportError: There is no export, it has another version, or a file is missing or differs in
@@ -104,7 +106,7 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is no export: it has no {DESCRIPTION}; write one with `kge-torchrec export`"
         ) from None
     except ValueError as error:
-        raise _damaged(path, f"{DESCRIPTION}: {error}") from error
+        raise damaged(path, f"{DESCRIPTION}: {error}") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise ExportError(
             f"{path} is no export: another program wrote its {DESCRIPTION}; "
@@ -124,9 +126,9 @@ def read_description(path: Path) -> dict[str, Any]:
     for name, size in description["files"].items():
         file = path / name
         if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
+            raise damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
-            raise _damaged(path, f"{name} has {file.stat().st_size:,} bytes instead of {size:,}")
+            raise damaged(path, f"{name} has {file.stat().st_size:,} bytes instead of {size:,}")
     return description
 
 
@@ -145,7 +147,7 @@ def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
     try:
         return config_from_dict({"model": description["model"]}).model
     except ConfigError as error:
-        raise _damaged(path, f"{DESCRIPTION}: {error}") from error
+        raise damaged(path, f"{DESCRIPTION}: {error}") from error
 
 
 def is_export(path: Path) -> bool:
@@ -161,17 +163,15 @@ def _check_keys(path: Path, description: dict[str, Any]) -> None:
     kinds = {"model": dict, "num_entities": int, "num_relations": int, "files": dict}
     for key, kind in kinds.items():
         if not isinstance(description.get(key), kind):
-            raise _damaged(path, f"{DESCRIPTION} has no {key}")
-    types = description.get("types", dict.fromkeys(TYPES))
-    if not isinstance(types, dict) or types.keys() != set(TYPES):
-        raise _damaged(path, f"{DESCRIPTION} has other types than {', '.join(TYPES)}")
-    named = {Safetensors.name, PARAMETERS, ENTITIES, RELATIONS}
+            raise damaged(path, f"{DESCRIPTION} has no {key}")
+    named = {Safetensors.name, PARAMETERS, f"{STORE}/{META}"}
     unnamed = sorted(named - description["files"].keys())
     if unnamed:
-        raise _damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
+        raise damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
 
 
-def _damaged(path: Path, problem: str) -> ExportError:
+def damaged(path: Path, problem: str) -> ExportError:
+    """Return the error of an export that cannot be used."""
     return ExportError(f"{path}: damaged export: {problem}; export the run again")
 
 
@@ -229,28 +229,24 @@ class ExportFolder:
         self.check()
         self.partial.mkdir(parents=True)
 
-    def append(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Append to a file, which may be in a subfolder."""
-        path = self.partial / name
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as file:
-            for piece in pieces:
-                file.write(piece)
-
     def finish(self, description: dict[str, Any]) -> None:
-        """Write model.json with the size of every file, then rename the folder."""
+        """Write config.json with the size of every file, then rename the folder.
+
+        Of two exports that are written at the same time, the one that finishes later replaces the
+        first one whole (``overwrite``), or is refused.
+        """
         written = sorted(path for path in self.partial.rglob("*") if path.is_file())
         sizes = {
             str(file.relative_to(self.partial)): file.stat().st_size
             for file in written
-            if file.name not in FOR_PEOPLE
+            if file.name != CARD
         }
         text = json.dumps(description | {"files": sizes}, indent=1, ensure_ascii=False)
-        self.append(DESCRIPTION, [f"{text}\n".encode()])
+        (self.partial / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
         for file in self.partial.rglob("*"):
             files.sync(file)
-        self.check()  # another process may have created it meanwhile
-        files.put_in_place(self.partial, self._target)
+        self.check()  # another process may have written one meanwhile
+        files.put_in_place(self.partial, self._target, self.overwrite)
 
     def discard(self) -> None:
         """Remove the unfinished export."""
@@ -261,8 +257,6 @@ class ExportFolder:
         return files.free_space(self._target)
 
 
-TYPES = ("names", "bounds", "runs", "ends")  # of node types, see `Ends`
-CARD, HUB_CONFIG = "README.md", "config.json"
 _METRICS = {"mrr": "MRR", "hits@1": "Hits@1", "hits@3": "Hits@3", "hits@10": "Hits@10", "mr": "MR"}
 
 
@@ -275,7 +269,7 @@ def card_text(
     """Return the text of README.md.
 
     Args:
-        description: The contents of model.json, with results if they belong to this model.
+        description: The contents of config.json, with results if they belong to this model.
         data: The name of the graph.
         triples: The number of triples per split.
         features: The number of features whose vectors are summed into those of entities.
@@ -313,15 +307,3 @@ def card_text(
         triples=triples,
         features=features,
     )
-
-
-def hub_config(description: dict[str, Any], options: dict[str, Any]) -> str:
-    """Return the text of config.json, from model.json and ``model.options`` of the config."""
-    config = {
-        "model_type": "kge-torchrec",
-        "architectures": [description["scorer"]],
-        **{key: description[key] for key in ("dim", "reciprocal", "num_entities", "num_relations")},
-        "options": options,
-        "torch_dtype": "float32",
-    }
-    return json.dumps(config, indent=1) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ from safetensors import SafetensorError
 from kge_torchrec.answers import AnsweringModel
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.config.registry import import_modules
-from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.errors import ExportError
+from kge_torchrec.errors import ExportError, StoreError
 from kge_torchrec.export.description import (
-    ENTITIES,
     PARAMETERS,
-    RELATIONS,
+    STORE,
+    damaged,
     model_config,
     read_description,
 )
-from kge_torchrec.export.table_files import Safetensors, open_table, read_labels
+from kge_torchrec.export.table_files import Safetensors, open_table
 from kge_torchrec.models.scorers import Scorer, build_scorer
 
 
@@ -49,8 +48,14 @@ def load_model(path: str | Path, allow_imports: Sequence[str] = ()) -> Answering
     import_modules(allow_imports)
     path = Path(path)
     description = read_description(path)
-    size, dim = description["num_entities"], model_config(path, description).dim
-    table = open_table(path / Safetensors.name, size, dim)
+    try:
+        store = TripleStore.open(path / STORE)
+    except StoreError as error:
+        raise damaged(path, str(error).removesuffix("; prepare it again")) from error
+    if store.fingerprint != description["checkpoint"]["data"]:
+        raise damaged(path, f"{STORE} holds another graph than the model was trained on")
+    dim = model_config(path, description).dim
+    table = open_table(path / Safetensors.name, store.num_entities, dim)
     scorer = load_scorer(path, description)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is read-only
@@ -58,29 +63,13 @@ def load_model(path: str | Path, allow_imports: Sequence[str] = ()) -> Answering
     return AnsweringModel(
         scorer,
         shard,
-        _Exported(path, size, scorer.num_relations),
+        store,
+        store,
         calibration=Calibration.read(path),
         path=path,
         description=description,
         table=table,
     )
-
-
-class _Exported:
-    """The labels of an export, each read when first needed."""
-
-    def __init__(self, path: Path, num_entities: int, num_relations: int):
-        self._path, self._sizes = path, (num_entities, num_relations)
-
-    @cached_property
-    def entities(self) -> Vocabulary:
-        """Entity labels and ids."""
-        return read_labels(self._path / ENTITIES, "entity", self._sizes[0])
-
-    @cached_property
-    def relations(self) -> Vocabulary:
-        """Relation labels and ids."""
-        return read_labels(self._path / RELATIONS, "relation", self._sizes[1])
 
 
 def load_scorer(path: Path, description: dict[str, Any]) -> Scorer:

@@ -8,12 +8,13 @@ Shapes: N entities, D elements per entity row, n triples.
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
-from kge_torchrec.export.table_files import label_lines
+from kge_torchrec.export.description import ENTITIES, RELATIONS
+from kge_torchrec.export.table_files import write_labels
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.trained_model import TrainedModel
 
@@ -36,11 +37,11 @@ class TripleScores(nn.Module):
         return self.scorer.score(anchor, relation, target, "tail")
 
 
-def write_program(folder: ExportFolder, model: TrainedModel) -> None:
+def write_program(folder: Path, model: TrainedModel) -> None:
     """Write scores.pt2, for any number of triples, and the labels.
 
     Args:
-        folder: The export.
+        folder: The folder of the export.
         model: A model in evaluation mode, all of whose rows (N, D) this process has.
     """
     for parameter in model.scorer.parameters():
@@ -54,6 +55,6 @@ def write_program(folder: ExportFolder, model: TrainedModel) -> None:
     # can end the process.
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
-    folder.append(PROGRAM, [buffer.getbuffer()])
-    folder.append(ENTITIES, label_lines(model.entity_labels))
-    folder.append(RELATIONS, label_lines(model.relation_labels))
+    (folder / PROGRAM).write_bytes(buffer.getbuffer())
+    write_labels(folder / ENTITIES, model.entity_labels)
+    write_labels(folder / RELATIONS, model.relation_labels)

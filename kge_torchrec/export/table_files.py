@@ -1,117 +1,103 @@
 """The files of an export: labels, and the entity table as safetensors or Parquet.
 
-Both are written chunk by chunk. Bytes are appended, not written through a memory map. On a full
-disk appending raises an error, while a memory map kills the process.
-
-A label file has one label per line (``label_lines``).
+Both are written chunk by chunk. Bytes are written to a file, not through a memory map. On a full
+disk writing raises an error, while a memory map kills the process.
 
 Shapes: N entities, D elements per row, m rows per chunk.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from safetensors import SafetensorError, safe_open
 
-from kge_torchrec.data.labels import ESCAPES, read_label_file, text_of
-from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.errors import DataError, ExportError
+from kge_torchrec.data.labels import ESCAPES, text_of
+from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.data.types import EntityTypes
+from kge_torchrec.errors import ExportError
 
 NUMBER = np.dtype("<f4")
-Pieces = Iterable[bytes | memoryview]
 _TENSOR = "entities"  # the only tensor in a safetensors file
 BLOCK = 1 << 16  # labels per block
 
 
-class TableFile:
-    """The file of an entity table in one format, written in chunks."""
-
-    name = ""  # file name
-
-    def __init__(self, num_entities: int, dim: int):
-        self.num_entities, self.dim = num_entities, dim
-
-    def begin(self) -> Pieces:
-        """Return the bytes before the first row."""
-        raise NotImplementedError
-
-    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
-        """Return the bytes of the next chunk: rows (m, D) float32 and labels (m,)."""
-        raise NotImplementedError
-
-    def end(self) -> Pieces:
-        """Return the bytes after the last row."""
-        return []
-
-
-class Safetensors(TableFile):
-    """A safetensors file with one tensor."""
+class Safetensors:
+    """A safetensors file with one tensor (N, D), written in chunks."""
 
     name = "entities.safetensors"
 
-    def begin(self) -> Pieces:
-        """Return the header: eight bytes of length, then JSON, padded to align the values."""
-        size = self.num_entities * self.dim * NUMBER.itemsize
-        shape = [self.num_entities, self.dim]
-        tensor = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    def __init__(self, folder: Path, num_entities: int, dim: int):
+        size = num_entities * dim * NUMBER.itemsize
+        tensor = {"dtype": "F32", "shape": [num_entities, dim], "data_offsets": [0, size]}
         text = json.dumps({_TENSOR: tensor}).encode()
-        text += b" " * (-len(text) % 8)
-        return [struct.pack("<Q", len(text)) + text]
+        text += b" " * (-len(text) % 8)  # aligns the values
+        self._file: IO[bytes] = (folder / self.name).open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
 
-    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
-        return [np.ascontiguousarray(rows, NUMBER).data]
+    def append(self, first: int, rows: np.ndarray) -> None:
+        """Write the next chunk (m, D) float32, whose first row has the id ``first``."""
+        self._file.write(np.ascontiguousarray(rows, NUMBER).data)
+
+    def close(self) -> None:
+        """Complete the file."""
+        self._file.close()
 
 
-class Parquet(TableFile):
+class Parquet:
     """A Parquet file with one row group per chunk.
 
-    Its columns are ``label`` (text) and ``vector`` (a list of D float32).
+    Its columns are ``id``, ``label``, ``type`` (of a graph with types: one text, or a list if an
+    entity may have several) and ``vector`` (a list of D float32).
     """
 
     name = "entities.parquet"
 
-    def __init__(self, num_entities: int, dim: int):
-        super().__init__(num_entities, dim)
-        vector = pa.list_(pa.float32(), dim)
-        self._schema = pa.schema([("label", pa.large_string()), ("vector", vector)])
-        self._buffer = io.BytesIO()
-
-    def begin(self) -> Pieces:
+    def __init__(self, folder: Path, store: TripleStore, dim: int):
         import pyarrow.parquet as pq  # starts threads
 
-        # Trained vectors do not compress, so only labels are compressed.
-        compression = {"label": "zstd", "vector.list.element": "none"}
+        self._labels, self._dim = store.entities.array, dim
+        self._types = None if store.types() is None else EntityTypes.find(None, store)
+        self._has_one_type = store.size.typed
+        kind = pa.large_string() if self._has_one_type else pa.list_(pa.large_string())
+        types = [] if self._types is None else [("type", kind)]
+        vector = ("vector", pa.list_(pa.float32(), dim))
+        text = pa.large_string()
+        self._schema = pa.schema([("id", pa.int64()), ("label", text), *types, vector])
+        # Trained vectors do not compress, so only the other columns are compressed.
+        codecs = dict.fromkeys(("id", "label", "type", "type.list.element"), "zstd")
+        codecs["vector.list.element"] = "none"
         self._writer = pq.ParquetWriter(
-            self._buffer, self._schema, compression=compression, use_dictionary=False
+            folder / self.name, self._schema, compression=codecs, use_dictionary=False
         )
-        return self._drained()
 
-    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
-        flat = pa.array(np.ascontiguousarray(rows, np.float32).ravel())
-        vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
-        self._writer.write_table(pa.table([labels.cast(pa.large_string()), vectors], self._schema))
-        return self._drained()
+    def append(self, first: int, rows: np.ndarray) -> None:
+        """Write the next chunk (m, D) float32, whose first row has the id ``first``."""
+        ids = np.arange(first, first + len(rows))
+        columns = [pa.array(ids), self._labels[first : first + len(rows)].cast(pa.large_string())]
+        if self._types is not None:
+            which, types = self._types.of(ids)
+            names = self._types.names.take(pa.array(types)).cast(pa.large_string())
+            starts = np.searchsorted(which, np.arange(len(rows) + 1))
+            lists = pa.ListArray.from_arrays(pa.array(starts, pa.int32()), names)
+            columns.append(names if self._has_one_type else lists)
+        self._writer.write_table(pa.table([*columns, lists_of(rows)], self._schema))
 
-    def end(self) -> Pieces:
+    def close(self) -> None:
+        """Complete the file."""
         self._writer.close()
-        return self._drained()
-
-    def _drained(self) -> list[bytes]:
-        written = self._buffer.getvalue()
-        self._buffer.seek(0)
-        self._buffer.truncate()
-        return [written]
 
 
-TABLES: dict[str, type[TableFile]] = {"safetensors": Safetensors, "parquet": Parquet}
+def lists_of(vectors: np.ndarray) -> pa.Array:
+    """Return vectors (n, D) as an Arrow column of lists of float32."""
+    flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
+    return pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
 
 
 def open_table(file: Path, num_entities: int, dim: int) -> np.ndarray:
@@ -138,30 +124,13 @@ def open_table(file: Path, num_entities: int, dim: int) -> np.ndarray:
     return np.memmap(file, NUMBER, "r", start, shape)
 
 
-def parquet_file(labels: pa.Array, vectors: np.ndarray) -> Pieces:
-    """Return the bytes of a small Parquet file of labels (n,) and vectors (n, D)."""
-    file = Parquet(*vectors.shape)
-    return [*file.begin(), *file.rows(vectors, labels), *file.end()]
-
-
-def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
-    """Yield the text of a label file, in blocks."""
-    for first in range(0, len(vocabulary), BLOCK):
-        labels = vocabulary.array[first : first + BLOCK]
-        for plain, written in ESCAPES.items():
-            labels = pc.replace_substring(labels, plain, written)
-        nothing, newline = (pa.scalar(text, labels.type) for text in ("", "\n"))
-        lines = pc.binary_join_element_wise(labels, nothing, newline)
-        yield text_of(lines.cast(pa.large_string()))[1].data
-
-
-def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
-    """Read the ``count`` labels of a file that ``label_lines`` wrote into memory.
-
-    Raises:
-        ExportError: The file is not such a text.
-    """
-    try:
-        return Vocabulary(read_label_file(file, count), kind)
-    except DataError as error:
-        raise ExportError(f"{error}; export again") from error
+def write_labels(file: Path, vocabulary: Vocabulary) -> None:
+    """Write one label per line, in order of id, for other programs."""
+    with file.open("wb") as out:
+        for first in range(0, len(vocabulary), BLOCK):
+            labels = vocabulary.array[first : first + BLOCK]
+            for plain, written in ESCAPES.items():
+                labels = pc.replace_substring(labels, plain, written)
+            nothing, newline = (pa.scalar(text, labels.type) for text in ("", "\n"))
+            lines = pc.binary_join_element_wise(labels, nothing, newline)
+            out.write(text_of(lines.cast(pa.large_string()))[1].data)

@@ -9,6 +9,7 @@ Shapes: H queries, M items, E elements per vector, D elements per entity row.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.table_files import parquet_file
+from kge_torchrec.export.table_files import lists_of
 from kge_torchrec.kernels.comparisons import (
     InnerProduct,
     MinusDistance,
@@ -101,13 +101,11 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
     return vectors(scorer.row_comparison, scorer.entity(rows))
 
 
-def write_vectors(
-    folder: ExportFolder, model: TrainedModel, relation: str | None
-) -> dict[str, Any]:
+def write_vectors(folder: Path, model: TrainedModel, relation: str | None) -> dict[str, Any]:
     """Write the vectors of each relation, with their labels, as Parquet.
 
     Args:
-        folder: The export.
+        folder: The folder of the export.
         model: A model with the data, all of whose rows this process has.
         relation: A label; None: every relation.
 
@@ -118,13 +116,15 @@ def write_vectors(
     if relation is not None:
         number = int(model.relation_ids(relation))
         relations = range(number, number + 1)
-    in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
+    in_train = SeenCandidates(model.store, model.shard.row_range)
     about: list[dict[str, Any]] = []
     for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
         queries, items = in_train.entities("head", number), in_train.entities("tail", number)
         vectors = _items(model, items)
-        _write_table(folder, f"{number}/queries", model, queries, _queries(model, queries, number))
-        _write_table(folder, f"{number}/items", model, items, vectors)
+        own = folder / f"{number}"
+        own.mkdir()
+        _write(own / "queries.parquet", model, queries, _queries(model, queries, number))
+        _write(own / "items.parquet", model, items, vectors)
         counts = {"queries": len(queries), "items": len(items)}
         about.append({"relation": label, "folder": f"{number}", **counts})
     metric = metric_of(model.scorer)
@@ -133,11 +133,11 @@ def write_vectors(
     }  # fmt: skip
 
 
-def _write_table(
-    folder: ExportFolder, stem: str, model: TrainedModel, entities: np.ndarray, vectors: np.ndarray
-) -> None:
+def _write(file: Path, model: TrainedModel, entities: np.ndarray, vectors: np.ndarray) -> None:
+    import pyarrow.parquet as pq  # starts threads
+
     labels = model.entity_labels.array.take(pa.array(entities))
-    folder.append(f"{stem}.parquet", parquet_file(labels, vectors))
+    pq.write_table(pa.table({"label": labels, "vector": lists_of(vectors)}), file)
 
 
 @torch.no_grad()

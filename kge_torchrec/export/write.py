@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import pyarrow as pa
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.fold_in import training_of
 from kge_torchrec.config import Config, ConfigError, ModelConfig
 from kge_torchrec.config.checks import one_of
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
@@ -32,17 +32,16 @@ from kge_torchrec.export import FORMATS
 from kge_torchrec.export.description import (
     CARD,
     ENTITIES,
-    HUB_CONFIG,
     PARAMETERS,
     RELATIONS,
+    STORE,
     ExportFolder,
     card_text,
     describe,
-    hub_config,
 )
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.program import write_program
-from kge_torchrec.export.table_files import TABLES, label_lines
+from kge_torchrec.export.table_files import Parquet, Safetensors, write_labels
 from kge_torchrec.export.vectors import metric_of, write_vectors
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.trained_model import TrainedModel
@@ -93,19 +92,25 @@ def export_run(
     Raises:
         ExportError: On every rank, for example if the disk is full.
     """
-    ranks, store = model.processes, model.known("an export")
+    ranks, store = model.processes, model.store
     parameters = dense_parameters(model.scorer)
     description = describe(config.model, store.num_entities, store.num_relations, format)
     if format == "safetensors":
         description["training"] = training_of(config)
-    if model.ends is not None:
-        description["types"] = model.ends.description  # answers of the export keep to them
+    description["checkpoint"] = {
+        "name": name_of(progress),
+        "epoch": progress.epoch,
+        "step": progress.global_step,
+        "data": progress.data,
+    }
+    if with_results and run.results.is_file():
+        description["results"] = json.loads(run.results.read_text(encoding="utf-8"))
 
     def write_dense() -> None:
-        folder.append(ENTITIES, label_lines(store.entities))
-        folder.append(RELATIONS, label_lines(store.relations))
+        write_labels(folder.partial / ENTITIES, store.entities)
+        write_labels(folder.partial / RELATIONS, store.relations)
         contiguous = {name: values.contiguous() for name, values in parameters.items()}
-        folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
+        (folder.partial / PARAMETERS).write_bytes(safetensors.torch.save(contiguous))
 
     def write_other(rows: Tensor) -> None:
         scorer = build_scorer(config.model, store.num_relations)
@@ -113,38 +118,29 @@ def export_run(
         whole = EntityShard(rows, 0, len(rows), replicated=True)
         alone = TrainedModel(scorer.eval(), whole, store, store)
         if format == "vectors":
-            description["vectors"] = write_vectors(folder, alone, relation)
+            description["vectors"] = write_vectors(folder.partial, alone, relation)
         else:
-            write_program(folder, alone)
+            write_program(folder.partial, alone)
 
     def finish() -> None:
-        """Write calibration, model.json and the card, and put the folder in place."""
+        """Write what ``load_model`` needs besides the table, and put the folder in place."""
         if format == "safetensors":
             load_scorer(folder.partial, description)  # do not keep an export that does not load
-            options = config.model.options
-            folder.append(HUB_CONFIG, [hub_config(description, options).encode()])
+            store.copy(folder.partial / STORE)
             calibration = Calibration.read(run.path)
             if calibration and calibration.is_of(progress.global_step, store.fingerprint):
                 calibration.write(folder.partial)
-        description["checkpoint"] = {
-            "name": name_of(progress),
-            "epoch": progress.epoch,
-            "step": progress.global_step,
-            "data": progress.data,
-        }
-        if with_results and run.results.is_file():
-            description["results"] = json.loads(run.results.read_text(encoding="utf-8"))
         features, name = store.num_rows - store.num_entities, _name_of_graph(config)
         text = card_text(description, name, store.report["triples"], features)
-        folder.append(CARD, [text.encode()])
+        (folder.partial / CARD).write_text(text, encoding="utf-8")
         folder.finish(description)
 
     try:
         on_first_rank(ranks, folder.begin)
-        if format in TABLES:
+        if format in ("safetensors", "parquet"):
             on_first_rank(ranks, write_dense)
             hide = None if config.run.progress else True
-            write_entities(folder, format, model.shard, store.entities.array, ranks, hide)
+            write_entities(folder.partial, format, model.shard, store, ranks, hide)
         else:
             rows = _whole(model.shard, ranks)
             on_first_rank(ranks, lambda: write_other(rows))
@@ -177,30 +173,36 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
 
 
 def write_entities(
-    folder: ExportFolder,
+    folder: Path,
     format: str,
     shard: EntityShard,
-    labels: pa.Array,
+    store: TripleStore,
     processes: Processes,
     hide_bar: bool | None = None,
 ) -> None:
-    """Write the entity table from the shards, with labels (N,).
+    """Write the entity table from the shards, with the labels and types of a store.
 
     Collective. A failure on rank 0 is raised on every rank before the next chunk.
     """
-    table = TABLES[format](len(labels), shard.dim)
+    tables: list[Safetensors | Parquet] = []  # one on rank 0
+
+    def begin() -> None:
+        is_parquet, sizes = format == "parquet", (shard.num_entities, shard.dim)
+        tables.append(
+            Parquet(folder, store, shard.dim) if is_parquet else Safetensors(folder, *sizes)
+        )
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # true on rank 0, where this runs
         bar.update(len(rows))
-        folder.append(table.name, table.rows(rows, labels[first : first + len(rows)]))
+        tables[0].append(first, rows)
 
     total = shard.num_entities
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
-        on_first_rank(processes, lambda: folder.append(table.name, table.begin()))
+        on_first_rank(processes, begin)
         for chunk in chunks_on_first_rank(shard, processes):
             on_first_rank(processes, partial(append, *chunk))
-        on_first_rank(processes, lambda: folder.append(table.name, table.end()))
+        on_first_rank(processes, lambda: tables[0].close())
 
 
 def _whole(shard: EntityShard, processes: Processes) -> Tensor:

@@ -148,7 +148,7 @@ def relation_metrics(run: Run, metric: str) -> dict[str, tuple[float, int]]:
     Relations with the most answers, and these first. It is {} if ranking test would take long.
     """
     model, evaluation = run.model, run.config.evaluation
-    store = model.known("a report")
+    store = model.store
     triples = np.asarray(store.test, np.int64)
     if not len(triples) or 2.0 * len(triples) * store.num_entities > _MAX_SCORES:
         return {}
@@ -167,7 +167,7 @@ def relation_metrics(run: Run, metric: str) -> dict[str, tuple[float, int]]:
 
 def draw_entity_map(run: Run) -> Markup | str:
     """Draw the entities with most triples; color: the type or, without types, the triples."""
-    store = run.model.known("a report")
+    store = run.model.store
     chosen = np.argsort(-store.degrees(), kind="stable")[:MAX_ON_MAP]
     if len(chosen) < 3:
         return ""
@@ -211,7 +211,7 @@ def principal_axes(rows: torch.Tensor) -> tuple[np.ndarray, float]:
 
 def types_of(run: Run, entities: np.ndarray) -> list[str]:
     """Return the type of each of the entities, the first of several; [] without types."""
-    store = run.model.known("a report")
+    store = run.model.store
     if store.types() is None:
         return []
     types = EntityTypes.find(None, store)
@@ -225,7 +225,7 @@ def types_of(run: Run, entities: np.ndarray) -> list[str]:
 
 def example_rows(run: Run) -> list[list[Markup]]:
     """Return a few test triples, the same every time, with the best answers to (head, relation)."""
-    store = run.model.known("a report")
+    store = run.model.store
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(0).permutation(len(triples))[:EXAMPLES]
     rows = []

@@ -105,9 +105,8 @@ class RecommendQuery(StrictRequest):
         bool, Field(description="whether to leave out tails that the data holds")
     ] = False
     candidates: Annotated[
-        Literal["seen", "all"] | None,
-        Field(description="tails of the relation in train, or all; null: seen if there is data"),
-    ] = None
+        Literal["seen", "all"], Field(description="tails of the relation in train, or all")
+    ] = "seen"
     unknown: Annotated[
         Literal["error", "popular"],
         Field(description="what an unknown head gets: 404, or the most frequent tails in train"),
@@ -119,9 +118,9 @@ class RecommendRequest(RecommendQuery):
 
     heads: Annotated[list[NameOrId] | None, Field(min_length=1, max_length=MAX_HEADS)] = None
     candidates: Annotated[
-        Literal["seen", "all"] | Annotated[list[NameOrId], Field(min_length=1)] | None,
+        Literal["seen", "all"] | Annotated[list[NameOrId], Field(min_length=1)],
         Field(description="as by GET, or the entities that may be recommended"),
-    ] = None  # type: ignore[assignment]
+    ] = "seen"  # type: ignore[assignment]
     exclude: Annotated[
         list[NameOrId], Field(description="entities that are not recommended, such as sold out")
     ] = []
@@ -245,7 +244,6 @@ class Health(BaseModel):
     dim: int
     entities: int
     relations: int
-    has_data: Annotated[bool, Field(description="whether known answers can be marked")]
     answered: Annotated[int, Field(description="queries answered since the start")]
     batches: Annotated[int, Field(description="passes over the entities that answered them")]
     max_k: int
@@ -444,7 +442,6 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             dim=scorer.row_dim,
             entities=model.num_entities,
             relations=model.num_relations,
-            has_data=model.store is not None,
             answered=answerer.answered,
             batches=answerer.batches,
             max_k=limits.k,

@@ -84,7 +84,7 @@ class Recommend:
     relation: Label
     k: int
     exclude_known: bool = False
-    candidates: str | tuple[Label, ...] | None = None  # "seen", "all", entities, or None
+    candidates: str | tuple[Label, ...] = "seen"  # "seen", "all", or entities
     exclude: tuple[Label, ...] = ()  # entities that are not recommended
     facts: Facts = ()
     popular: bool = False  # what unknown heads get; otherwise they are errors
@@ -350,7 +350,7 @@ def most_popular(
     Raises:
         KGEError: The model is an export, which has no data.
     """
-    index = model.known("the most popular answers").side_index("train", "head")
+    index = model.store.side_index("train", "head")
     of_relation = relations_of(index.queries) == relation
     entities, counts = anchors_of(index.queries)[of_relation], np.diff(index.starts)[of_relation]
     if only is not None:

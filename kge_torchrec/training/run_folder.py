@@ -247,7 +247,7 @@ class RunFolder:
         file = self.path / "config.yaml"
         if not file.is_file():
             what = "no run folder: it has no config.yaml"
-            if (self.path / "model.json").is_file():
+            if (self.path / "config.json").is_file():
                 what = "an export; name the run that it was made from"
             if (self.path / "seeds.json").is_file():
                 what = (

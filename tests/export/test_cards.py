@@ -55,7 +55,8 @@ def test_other_checkpoint_has_no_results(run, tmp_path):
 def test_parquet_holds_labels_and_vectors(run, tmp_path):
     path = run.export(tmp_path / "out", "parquet")
     entities = pq.read_table(path / "entities.parquet")
-    assert entities.column_names == ["label", "vector"]
+    assert entities.column_names == ["id", "label", "vector"]
+    assert entities["id"].to_pylist() == list(range(N))
     assert entities["label"].to_pylist() == run.model.store.entities.array.to_pylist()
     assert np.array_equal(np.array(entities["vector"].to_pylist(), np.float32), run.table)
     _, text = front_matter(path)

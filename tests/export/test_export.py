@@ -27,7 +27,7 @@ from kge_torchrec.errors import ExportError
 from kge_torchrec.export import FORMATS
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import FORMAT, PARAMETERS, ExportFolder
-from kge_torchrec.export.table_files import open_table
+from kge_torchrec.export.table_files import Safetensors, open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
@@ -87,14 +87,14 @@ def test_dense_parameters_are_gathered_from_all_ranks(wrapper):
 
 def test_export_files_have_documented_contents(run, export):
     assert sorted(path.name for path in export.iterdir()) == [
-        "README.md", "config.json", "entities.safetensors", "entities.txt", "model.json",
-        "relations.txt", "scorer.safetensors",
+        "README.md", "config.json", "entities.safetensors", "entities.txt", "relations.txt",
+        "scorer.safetensors", "store",
     ]  # fmt: skip
     store = run.model.store
     for name in ("entities", "relations"):
         lines = (export / f"{name}.txt").read_text("utf-8").splitlines()
         assert lines == getattr(store, name).array.to_pylist()
-    results = json.loads((export / "model.json").read_text("utf-8"))
+    results = json.loads((export / "config.json").read_text("utf-8"))
     assert (results["num_entities"], results["num_relations"], results["dim"]) == (N, R, D)
     assert results["scorer"] == "complex" and results["reciprocal"] is True
     assert results["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
@@ -103,16 +103,20 @@ def test_export_files_have_documented_contents(run, export):
     assert results["model"] == run.config.to_dict()["model"]
     assert results["results"] == run.results
     assert results["packages"]["torch"] == metadata.version("torch")
-    files = {path.name: path.stat().st_size for path in export.iterdir()}
-    assert results["files"] == {
-        k: v for k, v in files.items() if k not in ("model.json", "README.md")
+    sizes = {
+        str(path.relative_to(export)): path.stat().st_size
+        for path in export.rglob("*")
+        if path.is_file() and path.name not in ("config.json", "README.md")
     }
+    assert results["files"] == sizes
+    for file in (export / "store").iterdir():
+        assert file.read_bytes() == (store.path / file.name).read_bytes()
 
 
 def test_any_checkpoint_can_be_exported(run, tmp_path):
     def exported(checkpoint):
         path = run.export(tmp_path / str(checkpoint), checkpoint=checkpoint)
-        description = json.loads((path / "model.json").read_text())
+        description = json.loads((path / "config.json").read_text())
         return description["checkpoint"]["name"], table_of(path), "results" in description
 
     checkpoints = Checkpoints(run.folder.checkpoints, ALONE)
@@ -212,14 +216,11 @@ def test_full_disk_leaves_the_old_export_intact(run, tmp_path):
 
 def export_and_die(run_path, output):
     rows.CHUNK_ROWS = 5
-    append = ExportFolder.append
 
-    def append_or_die(folder, name, pieces):
-        if (folder.partial / "entities.safetensors").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        append(folder, name, pieces)
+    def die(table, first, chunk):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    ExportFolder.append = append_or_die
+    Safetensors.append = die
     with api.open_run(run_path) as run:
         run.export(output)
 
@@ -234,24 +235,36 @@ def test_killed_export_leaves_no_complete_folder(run, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_two_exports_to_one_folder_do_not_mix(tmp_path, overwrite):
+@pytest.mark.parametrize("at_the_same_time", [False, True])
+def test_two_exports_to_one_folder_do_not_mix(tmp_path, monkeypatch, overwrite, at_the_same_time):
+    """The later one is refused, or replaces the earlier one whole."""
     first, second = (ExportFolder(tmp_path / "out", overwrite) for _ in range(2))
-    first.begin()
-    first.append("entities.safetensors", [b"first, "])
-    second.begin()
-    second.append("entities.safetensors", [b"second"])
-    first.append("entities.safetensors", [b"at length"])
-    first.finish({"format": FORMAT})
-    assert (tmp_path / "out" / "entities.safetensors").read_bytes() == b"first, at length"
+    for folder in (first, second):
+        folder.begin()
+    for name, folder in (("first", first), ("second", second), ("both", first)):
+        with (folder.partial / "entities.safetensors").open("a") as file:
+            file.write(name)
+    if at_the_same_time:  # the first one comes after the check of the second one, as it renames
+        rename = Path.rename
+
+        def late(path, target):
+            monkeypatch.undo()
+            first.finish({"format": FORMAT})
+            return rename(path, target)
+
+        monkeypatch.setattr(ExportFolder, "check", lambda folder: None)
+        monkeypatch.setattr(Path, "rename", late)
+    else:
+        first.finish({"format": FORMAT})
     if overwrite:
         second.finish({"format": FORMAT})
     else:
-        with pytest.raises(ExportError, match="exists already"):
+        with pytest.raises((ExportError, FileExistsError), match="exists"):
             second.finish({})
         second.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    written = b"second" if overwrite else b"first, at length"
-    assert (tmp_path / "out" / "entities.safetensors").read_bytes() == written
+    written = "second" if overwrite else "firstboth"
+    assert (tmp_path / "out" / "entities.safetensors").read_text() == written
 
 
 def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):
@@ -286,7 +299,7 @@ def test_verb_reports_what_cannot_be_written(run, tmp_path, capsys, monkeypatch)
     command = ["export", str(run.path), "-o"]
     assert main([*command, str(tmp_path / "file" / "out")]) == 1
     assert "could not be written" in capsys.readouterr().err
-    monkeypatch.setattr(ExportFolder, "append", fail)
+    monkeypatch.setattr(Safetensors, "append", fail)
     assert main([*command, str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "No space left on device" in line and "free on that disk" in line

@@ -12,19 +12,15 @@ from scorer_cases import CASES, identify
 
 from kge_torchrec import load_model
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.program import write_program
 
 
 def check(tmp_path, model):
     """Compares the scores of a traced program with those of the model, both sides in float64."""
     model.scorer.double()
-    folder = ExportFolder(tmp_path / "out")
-    folder.begin()
     twice = replace(model, shard=replace(model.shard, rows=model.shard.rows.double()))
-    write_program(folder, twice)
-    folder.finish({})
-    scores = torch.export.load(folder.path / "scores.pt2").module()
+    write_program(tmp_path, twice)
+    scores = torch.export.load(tmp_path / "scores.pt2").module()
     head, relation, tail = triples()
     same(scores(head, relation, tail), model, "tail")
     if model.scorer.reciprocal:

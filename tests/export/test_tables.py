@@ -12,28 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from kge_torchrec import prepare
+from kge_torchrec.data.labels import read_label_file
 from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.errors import ExportError
+from kge_torchrec.errors import DataError, ExportError
 from kge_torchrec.export import table_files
-from kge_torchrec.export.table_files import TABLES, label_lines, open_table, read_labels
+from kge_torchrec.export.table_files import Parquet, Safetensors, open_table, write_labels
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 7
-LABELS = pa.array("abcde", pa.large_string())
 
 
-def write(folder, name):
-    """The table in two chunks."""
-    kind = TABLES[name](*TABLE.shape)
-    with (folder / kind.name).open("wb") as file:
-        file.writelines(kind.begin())
-        for part in (slice(0, 2), slice(2, None)):
-            file.writelines(kind.rows(TABLE[part], LABELS[part]))
-        file.writelines(kind.end())
-    return folder / kind.name
+def fill(file, into):
+    """Writes the table in two chunks."""
+    for first, stop in ((0, 2), (2, 5)):
+        into.append(first, TABLE[first:stop])
+    into.close()
+    return file
+
+
+def write(folder):
+    return fill(folder / Safetensors.name, Safetensors(folder, *TABLE.shape))
 
 
 def test_safetensors_round_trips_and_is_mapped(tmp_path):
-    file = write(tmp_path, "safetensors")
+    file = write(tmp_path)
     table = open_table(file, *TABLE.shape)
     assert isinstance(table, np.memmap) and np.array_equal(table, TABLE)
     with pytest.raises(ValueError, match="read-only"):
@@ -44,16 +46,36 @@ def test_safetensors_round_trips_and_is_mapped(tmp_path):
         assert torch.equal(opened.get_slice("entities")[1:3], torch.from_numpy(TABLE[1:3]))
 
 
-def test_parquet_has_labels_and_vectors(tmp_path):
-    read = pq.read_table(write(tmp_path, "parquet"))
-    assert read.column_names == ["label", "vector"] and read["label"].to_pylist() == list("abcde")
+TRIPLES = [
+    ("user:a", "likes", "item:b"),
+    ("user:a", "likes", "item:c"),
+    ("user:d", "in", "place:e"),
+]
+
+
+@pytest.mark.parametrize("types", [None, "prefix", "several"])
+def test_parquet_has_ids_labels_types_and_vectors(tmp_path, types):
+    (tmp_path / "types").write_text("item:c\tx\nuser:a\ty\nitem:c\tw\n")
+    data = {"types": str(tmp_path / "types") if types == "several" else types}
+    store = prepare({"train": TRIPLES}, tmp_path / "store", {} if types is None else data)
+    labels = store.entities.array.to_pylist()
+    read = pq.read_table(fill(tmp_path / Parquet.name, Parquet(tmp_path, store, 3)))
+    kinds = [] if types is None else ["type"]
+    assert read.column_names == ["id", "label", *kinds, "vector"]
+    assert read["id"].to_pylist() == [0, 1, 2, 3, 4] and read["label"].to_pylist() == labels
+    if types == "prefix":
+        assert read["type"].to_pylist() == [label.split(":")[0] for label in labels]
+    elif types:
+        of = {"item:c": ["w", "x"], "user:a": ["y"]}
+        assert read["type"].to_pylist() == [of.get(label, []) for label in labels]
     assert np.array_equal(np.array(read["vector"].to_pylist(), np.float32), TABLE)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**5))
-def test_values_are_aligned_to_eight_bytes(count, dim):
-    (header,) = TABLES["safetensors"](count, dim).begin()
-    assert len(header) % 8 == 0
+def test_values_are_aligned_to_eight_bytes(tmp_path_factory, count, dim):
+    folder = tmp_path_factory.mktemp("header")
+    Safetensors(folder, count, dim).close()
+    assert (folder / Safetensors.name).stat().st_size % 8 == 0
 
 
 OTHERS = {
@@ -75,7 +97,7 @@ def test_other_tensors_are_rejected(tmp_path, tensors, words):
 
 @pytest.mark.parametrize("cut", [0, 3, -2])
 def test_truncated_table_is_rejected(tmp_path, cut):
-    file = write(tmp_path, "safetensors")
+    file = write(tmp_path)
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(ExportError, match=file.name):
         open_table(file, *TABLE.shape)
@@ -84,8 +106,8 @@ def test_truncated_table_is_rejected(tmp_path, cut):
 # Labels
 
 
-def write_labels(path, words):
-    path.write_bytes(b"".join(label_lines(Vocabulary(pa.array(words, pa.large_string()), "x"))))
+def vocabulary(words):
+    return Vocabulary(pa.array(words, pa.large_string()))
 
 
 WORDS = st.lists(
@@ -96,8 +118,8 @@ WORDS = st.lists(
 @given(WORDS)
 def test_labels_round_trip(tmp_path_factory, words):
     file = tmp_path_factory.mktemp("labels") / "entities.txt"
-    write_labels(file, words)
-    assert read_labels(file, "entity", len(words)).array.to_pylist() == words
+    write_labels(file, vocabulary(words))
+    assert read_label_file(file, len(words)).to_pylist() == words
     assert file.read_bytes().count(b"\n") == len(words)
     assert b"\r" not in file.read_bytes()
 
@@ -105,17 +127,15 @@ def test_labels_round_trip(tmp_path_factory, words):
 def test_plain_labels_are_lines_in_order_of_id(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "BLOCK", 2)
     words = ["Österreich", "New York", "a\tb", '"quoted"@en', "<x>"]
-    write_labels(tmp_path / "labels", words)
+    write_labels(tmp_path / "labels", vocabulary(words))
     assert (tmp_path / "labels").read_text("utf-8").split("\n") == [*words, ""]
-    assert read_labels(tmp_path / "labels", "entity", 5).ids(["<x>", "New York"]).tolist() == [4, 1]
 
 
 @pytest.mark.parametrize("data, words", [
-    (b"a\nb\n", "should hold 3 lines"), (b"a\nb\nc", "should hold 3 lines"),
-    (b"a\nb\nc\nd", "should hold 3 lines"), (b"", "should hold 3 lines"),
-    (b"a\n\xff\nc\n", "not valid UTF-8"),
+    (b"a\nb\n", "should hold 3 lines"), (b"a\nb\nc\nd", "should hold 3 lines"),
+    (b"", "should hold 3 lines"), (b"a\n\xff\nc\n", "not valid UTF-8"),
 ])  # fmt: skip
 def test_damaged_labels_are_rejected(tmp_path, data, words):
     (tmp_path / "entities.txt").write_bytes(data)
-    with pytest.raises(ExportError, match=words):
-        read_labels(tmp_path / "entities.txt", "entity", 3)
+    with pytest.raises(DataError, match=words):
+        read_label_file(tmp_path / "entities.txt", 3)

@@ -114,7 +114,7 @@ def read(file):
 def test_files_of_every_relation_give_recommendations(run, tmp_path):
     """The best items by the files, without known ones, are those of recommend."""
     path = run.export(tmp_path / "out", "vectors")
-    about = json.loads((path / "model.json").read_text())["vectors"]
+    about = json.loads((path / "config.json").read_text())["vectors"]
     assert about["metric"] == "inner product" and about["dim"] == 8
     assert [one["relation"] for one in about["relations"]] == ["r0", "r1", "r2"]
     train = np.asarray(run.model.store.train)
@@ -139,7 +139,7 @@ def test_verb_writes_one_relation(run, tmp_path, capsys):
     words = ["export", str(run.path), "-o", str(tmp_path / "out"), "--format", "vectors"]
     assert main([*words, "--relation", "r1"]) == 0
     files = [str(x.relative_to(tmp_path / "out")) for x in (tmp_path / "out").rglob("*.*")]
-    assert sorted(files) == ["1/items.parquet", "1/queries.parquet", "README.md", "model.json"]
+    assert sorted(files) == ["1/items.parquet", "1/queries.parquet", "README.md", "config.json"]
     assert 'pq.read_table("1/queries.parquet")' in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
         run.export(tmp_path / "other", "vectors", relation="likes")

@@ -138,7 +138,7 @@ def test_export_scores_equal_those_of_its_run(export, store):
     path, scores = export
     model, train = load_model(path), TripleStore.open(store).train.astype(np.int64)
     assert torch.equal(model.scores(torch.from_numpy(train)), scores)
-    description = json.loads((path / "model.json").read_text())
+    description = json.loads((path / "config.json").read_text())
     assert description["parameters"]["score"].startswith("RefE (Chami et al. 2020): score(h, r, t)")
     assert description["entities"]["row"].startswith("4 complex numbers")
     assert "D/2 phases, then a translation of D elements" in description["entities"]["layout"]

@@ -112,14 +112,6 @@ def test_unknown_hosts_are_rejected(model, host, status):
         assert client.get("/health", headers={"host": host}).status_code == status
 
 
-def test_export_rejects_queries_that_need_data(store):
-    app = create_app(model_of(store, with_data=False), "export")
-    with TestClient(app) as client:
-        reply = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
-        assert reply.status_code == 422 and "name the run" in reply.json()["detail"]
-        assert client.get("/health").json()["has_data"] is False
-
-
 @pytest.mark.parametrize("path", ["/predict", "/score", "/nearest", "/health", "/", "/entities"])
 def test_server_is_read_only(client, path):
     for method in ("PUT", "DELETE", "PATCH"):
@@ -133,14 +125,12 @@ def test_page_isolates_labels_and_supports_small_and_dark_screens(client):
 
 
 def test_page_has_the_facts_and_escapes_the_name(store):
-    name = "kg & <i>"
-    for model, has_data in ((model_of(store), True), (model_of(store, with_data=False), False)):
-        with TestClient(create_app(model, name, Limits(k=77))) as client:
-            page = client.get("/").text
-        for words in ("<h1>kg &amp; &lt;i&gt;</h1>", "complex, dim 8: 37 entities, 3 relations",
-                      model.scorer.formula, 'max="77"'):  # fmt: skip
-            assert words in page
-        assert ("new ones only" in page) is has_data
+    model = model_of(store)
+    with TestClient(create_app(model, "kg & <i>", Limits(k=77))) as client:
+        page = client.get("/").text
+    for words in ("<h1>kg &amp; &lt;i&gt;</h1>", "complex, dim 8: 37 entities, 3 relations",
+                  model.scorer.formula, 'max="77"', "new ones only"):  # fmt: skip
+        assert words in page
 
 
 def test_page_loads_nothing_from_other_servers(client):
@@ -224,7 +214,7 @@ def test_runs_and_exports_are_served(run_path, monkeypatch):
     for name in ("run", "export"):
         serve(run_path.with_name(name), port=0, max_k=7, tell=messages.append)
     (of_run, address), (of_export, _) = replies
-    assert of_run["has_data"] and not of_export["has_data"] and of_run["max_k"] == 7
+    assert of_run["max_k"] == of_export["max_k"] == 7
     assert (of_run["model"], of_export["model"]) == ("run", "export")
     assert f"http://127.0.0.1:{address[1]} " in messages[0]
 

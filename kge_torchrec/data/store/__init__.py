@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,12 @@ class TripleStore:
             if checksums[name] != checksum:
                 raise _damaged(self.path, f"the checksum of {name} does not match")
         self._checksums = {}
+
+    def copy(self, folder: Path) -> None:
+        """Copy the store to a new folder."""
+        folder.mkdir()
+        for name in sorted({META, *self._files}):
+            shutil.copyfile(self.path / name, folder / name)
 
     @property
     def size(self) -> GraphSize:

@@ -1,0 +1,175 @@
+"""An export answers every query as its run does, in Python and over HTTP, after the run is gone."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from grown_runs import base_config, featured_run, new_triples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import random_triples, shared_folder
+
+from kge_torchrec import api, extend, load_model, prepare
+from kge_torchrec.answers.queries import new_links
+from kge_torchrec.errors import DataError
+from kge_torchrec.serving.app import create_app
+
+TABLES = {"user": {"optimizer": "adagrad"}, "place": {"lr": 0.02}}
+TYPED = {"data__types": "prefix", "model__reciprocal": False}
+KINDS: dict[str, dict[str, Any]] = {
+    "complex": {},
+    "rotate": {"model__scorer": "rotate"},
+    "transe_l1": {"model__scorer": "transe_l1", "model__reciprocal": False},
+    "conve": {"model__scorer": "conve", "model__dim": 12},
+    "rescal": {"model__scorer": "rescal"},
+    "biases": {"model__biases": True, "model__dim": 10},
+    "averaged": {"train__averaging": "ema"},
+    "typed": TYPED,
+    "tables": TYPED | {"entities__tables": TABLES},
+    "featured": {},
+    "extended": {},
+}
+
+
+@functools.cache
+def run_and_export(kind: str):
+    """The calibrated run, open, and the loaded export, whose run and store are moved away."""
+    folder = shared_folder()
+    if kind == "featured":
+        trained = shutil.copytree(featured_run(), folder / "run")
+    elif KINDS[kind].keys() & TYPED.keys():
+        names = [f"user:{i}" for i in range(25)] + [f"place:{i}" for i in range(12)]
+        triples = []
+        for head, relation, tail in random_triples(37, 3, 240):
+            head, tail = (names[int(x[1:])] for x in (head, tail))
+            if head.startswith("user") and tail.startswith("place" if relation == "r0" else "user"):
+                triples.append((head, relation, tail))
+        splits = {"train": triples[20:], "valid": triples[:10], "test": triples[10:20]}
+        store = prepare(splits, folder / "store", {"types": "prefix"}, log_notes=False)
+        changes = {key: value for key, value in KINDS[kind].items() if key != "data__types"}
+        trained = api.train(base_config(store.path, folder / "run", **changes)).path
+    else:
+        triples = random_triples(37, 3, 150)
+        splits = {"train": triples[:130], "valid": triples[130:140], "test": triples[140:]}
+        store = prepare(splits, folder / "store", log_notes=False)
+        trained = api.train(base_config(store.path, folder / "run", **KINDS[kind])).path
+    if kind == "extended":
+        trained = extend(trained, new_triples(), folder / "grown", epochs=1).path
+    run = api.open_run(trained)
+    run.calibrate(limit=50)
+    model = load_model(run.export(folder / "export"))
+    assert model.calibration is not None
+    return run, model
+
+
+def outcome(ask, *arguments):
+    """The answers, or the message of an error."""
+    try:
+        return ask(*arguments)
+    except DataError as error:
+        return str(error)
+
+
+@st.composite
+def queries(draw):
+    """Arguments of each kind of query; entities and relations are shares of their ids."""
+    ends = draw(st.tuples(*[st.floats(0, 1, exclude_max=True)] * 3))
+    return (
+        ends,
+        draw(st.integers(1, 60)),
+        draw(st.booleans()),
+        draw(st.sampled_from(("seen", "all"))),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_answers_like_its_run(kind):
+    run, model = run_and_export(kind)
+
+    @settings(max_examples=25, deadline=None)
+    @given(queries())
+    def check(drawn):
+        shares, k, flag, candidates = drawn
+        counts = model.num_entities, model.num_relations, model.num_entities
+        ids = [int(share * count) for share, count in zip(shares, counts, strict=True)]
+        of = (model.entity_labels, model.relation_labels, model.entity_labels)
+        h, r, t = (labels[i] for labels, i in zip(of, ids, strict=True))
+        for query in ((h, r, None), (None, r, t), (h, None, t)):
+            assert outcome(model.predict, *query, k, flag) == outcome(run.predict, *query, k, flag)
+        user = h, r, k, flag, candidates
+        assert outcome(model.recommend, *user) == outcome(run.recommend, *user)
+        triples = [(h, r, t), (t, r, h)]
+        for side in ("tail", "head"):
+            assert model.score(triples, side=side) == run.score(triples, side)
+        assert model.nearest(h, k) == run.nearest(h, k)
+        links = new_links(model, r, k, candidates, flag)
+        assert links == run.new_links(r, k, candidates, flag)
+
+    check()
+
+
+def test_answers_differ_between_kinds():
+    """The property above compares what each kind adds, not models that are all alike."""
+    run, model = run_and_export("typed")
+    store = model.store
+    head = store.entities[store.train[store.train[:, 1] == store.relations.ids(["r0"])[0]][0, 0]]
+    answers = model.predict(head, "r0", k=40)
+    assert {answer.label.split(":")[0] for answer in answers} == {"place"}
+    assert {answer.known for answer in answers} >= {None, "train"}
+    assert answers[0].probability is not None
+    new = model.predict(head, "r0", k=40, known=False)
+    assert [a.label for a in new] == [a.label for a in answers if a.known is None]
+    assert run.model.store.path != model.store.path
+    assert run_and_export("featured")[1].store.has_features
+    assert run_and_export("extended")[1].num_entities == 46
+
+
+@pytest.mark.parametrize("kind", ["complex", "tables", "featured", "extended"])
+def test_server_of_an_export_replies_like_that_of_its_run(kind):
+    run, model = run_and_export(kind)
+    h, r, t = (
+        of[i]
+        for of, i in zip(
+            (model.entity_labels, model.relation_labels, model.entity_labels),
+            model.store.train[0],
+            strict=True,
+        )
+    )
+    requests = [
+        ("/predict", {"head": h, "relation": r, "k": 7}),
+        ("/predict", {"head": h, "relation": r, "known": False}),
+        ("/predict", {"head": h, "tail": t}),
+        ("/recommend", {"head": h, "relation": r}),
+        ("/recommend", {"head": h, "relation": r, "exclude_known": True, "candidates": "all"}),
+        ("/score", {"triples": [[h, r, t]], "side": "head"}),
+        ("/nearest", {"entity": h, "k": 5}),
+    ]
+    replies = []
+    for answering in (run.model, model):
+        with TestClient(create_app(answering, "kg")) as client:
+            replies.append([client.post(path, json=body) for path, body in requests])
+    for expected, found in zip(*replies, strict=True):
+        assert (found.status_code, found.json()) == (expected.status_code, expected.json())
+    assert sum(reply.status_code == 200 for reply in replies[0]) >= 5
+
+
+def test_export_lives_without_its_run(tmp_path):
+    train = [("a", "r", "b"), ("b", "r", "c"), ("{x", "r", "a")]
+    splits = {"train": train, "valid": [("a", "r", "c")]}
+    store = prepare(splits, tmp_path / "store", log_notes=False)
+    with api.train(base_config(store.path, tmp_path / "run")) as run:
+        run.export(tmp_path / "export")
+        expected = run.predict("a", "r"), run.recommend("{x", "r")
+    for folder in ("run", "store"):
+        shutil.rmtree(tmp_path / folder)
+    moved = (tmp_path / "export").rename(tmp_path / "elsewhere")
+    model = load_model(moved)
+    assert (model.predict("a", "r"), model.recommend("{x", "r")) == expected
+    (tmp_path / "queries").write_text('{x\tr\t?\n?\tr\t{x\n{"a"\tr\t?\n')
+    report = model.answer_file(tmp_path / "queries", tmp_path / "answers.tsv")
+    assert report.answered == 2 and [x.line for x in report.problems] == [3]
+    assert "{x\tr\tb" in (tmp_path / "answers.tsv").read_text()
