@@ -11,12 +11,14 @@ Comments before a block, which readers do not see, say what is done otherwise:
                                          them, or to kge_torchrec.train of a Python block; other
                                          options to its last command
     <!-- file: devices.yaml -->          the block is the content of that file
+    <!-- needs: faiss, kuzu -->          it is run where these packages are installed
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import re
 import runpy
@@ -45,7 +47,7 @@ from kge_torchrec.data.datasets import embedded_files
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("sh", "python", "yaml", "text")
-MARKERS = {"not run", "slow", "run with", "file"}
+MARKERS = {"not run", "slow", "run with", "file", "needs"}
 NOT_RUN = ("make", "pip", "git")  # they change the checkout or the environment
 TAKES_KEYS = ("train", "plan", "compare", "tune")
 
@@ -59,6 +61,12 @@ class Block:
     language: str
     text: str
     markers: dict[str, str]
+
+    @property
+    def lacks(self) -> list[str]:
+        """The packages that the block needs and that are not installed."""
+        names = re.findall(r"\w+", self.markers.get("needs", ""))
+        return [name for name in names if importlib.util.find_spec(name) is None]
 
     @property
     def commands(self) -> list[list[str]]:
@@ -94,7 +102,9 @@ BLOCKS = [
     block for path in PAGES
     for block in blocks_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
 ]  # fmt: skip
+LATER = {"slow", "needs"}
 RUN = [b for b in BLOCKS if "not run" not in b.markers and b.language in ("sh", "python")]
+PLAIN = [b for b in RUN if not b.markers.keys() & LATER]
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +135,27 @@ def folder(readers_things, tmp_path, monkeypatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", sorted({b.page for b in RUN if "slow" not in b.markers}))
+@pytest.mark.parametrize("page", sorted({b.page for b in PLAIN}))
 def test_blocks_of_the_page_run(page, folder):
-    run_page([b for b in BLOCKS if b.page == page and "slow" not in b.markers])
+    run_page([b for b in BLOCKS if b.page == page and not b.markers.keys() & LATER])
+
+
+OTHERS = [b for b in RUN if "needs" in b.markers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", OTHERS, ids=lambda b: f"{b.page}:{b.markers['needs']}")
+def test_block_of_other_packages_runs(block, folder):
+    if block.lacks:
+        pytest.skip(f"{', '.join(block.lacks)} not installed")
+    before = [b for b in BLOCKS if b.page == block.page and b.line < block.line]
+    run_page([*(b for b in before if "needs" not in b.markers), block])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({b.page for b in RUN if "slow" in b.markers}))
 def test_slow_blocks_of_the_page_run(page, folder):
-    run_page([b for b in BLOCKS if b.page == page])
+    run_page([b for b in BLOCKS if b.page == page and "needs" not in b.markers])
 
 
 def run_page(blocks: list[Block]) -> None:

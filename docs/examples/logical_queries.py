@@ -1,6 +1,6 @@
 """Answer logical queries of several steps with CQD-Beam, from an exported model.
 
-    python logical_queries.py EXPORT query.json [--top K] [--beam B] [--facts train.tsv]
+    python logical_queries.py EXPORT query.json [--top K] [--beam B] [--predict-all]
 
 A query is the label of an entity or one of these forms, where Q is any query:
 
@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,16 +38,13 @@ class LogicalQueries:
     Args:
         model: The model, as ``kge_torchrec.load_model`` returns it.
         beam: The number of entities that a step from many entities starts from.
-        facts: Triples of labels that are certain, such as those of train.
+        certain: Whether the triples of train are certain.
     """
 
-    def __init__(self, model: Any, beam: int = 64, facts: Sequence[Sequence[str]] = ()):
+    def __init__(self, model: Any, beam: int = 64, certain: bool = True):
         self.model, self.beam = model, beam
         self.rows = model.rows(torch.arange(model.num_entities))  # (N, D)
-        self.facts = defaultdict(list)  # ids of certain answers by side, anchor and relation
-        for head, relation, tail in model.triple_ids(facts).tolist():
-            self.facts["tail", head, relation].append(tail)
-            self.facts["head", tail, relation].append(head)
+        self.known = model.store.filter_index(("train",) if certain else ())
 
     def answer(self, query: Any, k: int = 10) -> list[tuple[str, float]]:
         """Return the k entities of the highest degree, and their degrees, best first."""
@@ -93,7 +89,8 @@ class LogicalQueries:
         It is the calibrated probability. Without a calibration it is the softmax of the scores
         times the number of certain answers, at most 1 (Bai et al. 2023, QTO).
         """
-        certain = self.facts[side, anchor, relation]
+        query = np.array([anchor]), np.array([relation])
+        certain = torch.from_numpy(self.known.answers(side, *query).all()[1])
         anchors, relations = self.rows[anchor][None], torch.tensor([relation])
         with torch.no_grad():
             query = self.model.scorer.encode(anchors[None], relations[None], side)
@@ -119,11 +116,10 @@ def main() -> None:
     parser.add_argument("query", type=Path, help="JSON file of the query")
     parser.add_argument("--top", type=int, default=10, help="number of answers (default: 10)")
     parser.add_argument("--beam", type=int, default=64, help="entities per step (default: 64)")
-    parser.add_argument("--facts", type=Path, help="file of certain triples: three columns, tabs")
+    parser.add_argument("--predict-all", action="store_true", help="trust no triple of train")
     options = parser.parse_args()
-    lines = options.facts.read_text("utf-8").splitlines() if options.facts else []
-    facts = [line.split("\t") for line in lines]
-    queries = LogicalQueries(kge_torchrec.load_model(options.export), options.beam, facts)
+    model = kge_torchrec.load_model(options.export)
+    queries = LogicalQueries(model, options.beam, not options.predict_all)
     for label, degree in queries.answer(json.loads(options.query.read_text("utf-8")), options.top):
         print(f"{degree:.4f}  {label}")
 

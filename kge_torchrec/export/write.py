@@ -87,7 +87,7 @@ def export_run(
         folder: The folder to make.
         format: One of ``FORMATS``.
         relation: The label of the relation of vectors; None: all relations.
-        with_results: Whether results.json is of this checkpoint and goes into model.json.
+        with_results: Whether results.json is of this checkpoint and goes into config.json.
 
     Raises:
         ExportError: On every rank, for example if the disk is full.

@@ -46,7 +46,7 @@ class RunFacts:
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
         """Read the folder of a run or an export; raise ConfigError if it holds neither."""
-        if (Path(path) / "model.json").is_file():
+        if (Path(path) / "config.json").is_file():
             return cls._of_export(Path(path), name)
         folder, results, damaged = RunFolder(path), {}, ""
         settings, metrics = _settings(folder.config_file()), folder.load_metrics()
@@ -63,11 +63,11 @@ class RunFacts:
     @classmethod
     def _of_export(cls, path: Path, name: str) -> RunFacts:
         try:
-            description = json.loads((path / "model.json").read_text(encoding="utf-8"))
+            description = json.loads((path / "config.json").read_text(encoding="utf-8"))
             settings = _flat({"model": description["model"]})
             return cls(name, path, "export", settings, description.get("results") or {})
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path / 'model.json'} is damaged ({error})") from error
+            raise ConfigError(f"{path / 'config.json'} is damaged ({error})") from error
 
     @property
     def data(self) -> str:

@@ -31,16 +31,16 @@ QUERIES = {
 }
 
 
-def tables(model, facts):
+def tables(model, certain):
     """{(relation, side): (N, N) float64 of anchor and answer}, all probabilities."""
     results, pairs = {}, torch.cartesian_prod(torch.arange(N), torch.arange(N))
-    certain = model.triple_ids(facts).tolist()
+    facts = model.store.train.tolist() if certain else []
     for relation in range(model.num_relations):
         for side, ends in (("tail", (0, 2)), ("head", (2, 0))):
             anchors, answers = pairs.T if side == "tail" else pairs.flip(1).T
             triples = torch.stack([anchors, torch.full_like(anchors, relation), answers], 1)
             scores = model.scores(triples, side).view(N, N).double()
-            known = [(t[ends[0]], t[ends[1]]) for t in certain if t[1] == relation]
+            known = [(t[ends[0]], t[ends[1]]) for t in facts if t[1] == relation]
             if model.calibration is not None:
                 numbers, curves = np.full((N, N), relation), model.calibration
                 chances = torch.tensor(curves.probabilities(scores.numpy(), side, numbers))
@@ -79,22 +79,13 @@ def example():
     return runpy.run_path(str(EXAMPLE))
 
 
-@pytest.fixture(scope="module")
-def facts(run):
-    store = run.model.store
-    labels = store.entities.labels
-    heads, relations, tails = store.train.T
-    return list(zip(labels(heads), store.relations.labels(relations), labels(tails), strict=True))
-
-
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("certain", [False, True])
-def test_degrees_match_dense_evaluation(example, model, facts, calibrated, certain):
+def test_degrees_match_dense_evaluation(example, model, calibrated, certain):
     if calibrated:
         made = Calibration({"both": Curve(slope=3.0, intercept=-1.0)}, {}, 0, "", {})
         model = replace(model, calibration=made)
-    given = facts if certain else []
-    queries, chances = example["LogicalQueries"](model, N, given), tables(model, given)
+    queries, chances = example["LogicalQueries"](model, N, certain), tables(model, certain)
     for name, query in QUERIES.items():
         expected = degrees_of(model, query, chances)
         assert queries.degrees(query).tolist() == pytest.approx(expected.tolist(), abs=1e-5), name
@@ -105,7 +96,7 @@ def test_degrees_match_dense_evaluation(example, model, facts, calibrated, certa
 
 
 def test_beam_keeps_the_best_entities(example, model):
-    queries = example["LogicalQueries"](model, beam=2)
+    queries = example["LogicalQueries"](model, beam=2, certain=False)
     first = queries.answer(STEP, 2)
     expected = torch.zeros(N).double()
     for label, degree in first:
@@ -130,11 +121,10 @@ def test_invalid_queries_are_rejected(example, model):
         queries.degrees("nobody")
 
 
-def test_program_prints_the_best_answers(example, model, facts, tmp_path, monkeypatch, capsys):
+def test_program_prints_the_best_answers(example, model, tmp_path, monkeypatch, capsys):
     (tmp_path / "q.json").write_text(json.dumps(TWO_STEPS))
-    (tmp_path / "t.tsv").write_text("".join("\t".join(fact) + "\n" for fact in facts))
-    arguments = [str(model.path), str(tmp_path / "q.json"), "--facts", str(tmp_path / "t.tsv")]
+    arguments = [str(model.path), str(tmp_path / "q.json")]
     monkeypatch.setattr("sys.argv", ["logical_queries.py", *arguments, "--top", "3"])
     example["main"]()
-    expected = example["LogicalQueries"](model, facts=facts).answer(TWO_STEPS, 3)
+    expected = example["LogicalQueries"](model).answer(TWO_STEPS, 3)
     assert capsys.readouterr().out == "".join(f"{x:.4f}  {label}\n" for label, x in expected)

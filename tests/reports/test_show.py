@@ -149,7 +149,7 @@ def test_runs_on_different_triples_are_told_apart(runs, capsys, tmp_path):
         (None, "is no run folder"),
         ({"config.yaml": "a: [1"}, "config.yaml is not valid YAML"),
         ({"config.yaml": "3"}, "config.yaml is no config of a run"),
-        ({"model.json": "{}"}, "model.json is damaged"),
+        ({"config.json": "{}"}, "config.json is damaged"),
         ({"seeds.json": "{"}, "seeds.json is damaged"),
     ],
 )
