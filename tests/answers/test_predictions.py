@@ -16,7 +16,7 @@ from kge_torchrec import api
 from kge_torchrec.answers import queries
 from kge_torchrec.answers.queries import Choice, best
 from kge_torchrec.config import ConfigError
-from kge_torchrec.errors import DataError, KGEError
+from kge_torchrec.errors import DataError
 
 PARTS = ("head", "relation", "tail")
 
@@ -121,12 +121,6 @@ def test_tables_of_triples_are_scored(run):
     assert run.score(table)["score"].to_pylist() == run.score(np.array(triples)) == scores
     with pytest.raises(DataError, match="triples: triple 0: unknown entity 'nobody'"):
         run.score(pa.table({"head": ["nobody"], "relation": ["r0"], "tail": ["e1"]}))
-
-
-def test_queries_that_need_data_are_rejected(model):
-    for query in ({"head": "e1", "relation": "r0"}, {"head": "e1", "tail": "e2"}):
-        with pytest.raises(KGEError, match=r"an export does not contain the data.*known"):
-            model.predict(**query, known=False)
 
 
 def test_scores_of_zero_and_many_triples(run, monkeypatch):

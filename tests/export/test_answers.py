@@ -35,6 +35,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _closes_runs():
+    """Other files look at whether a process group is left."""
+    yield
+    for run in OPEN:
+        run.close()
+    OPEN.clear()
+    run_and_export.cache_clear()
+
+
+OPEN: list[api.Run] = []
+
+
 @functools.cache
 def run_and_export(kind: str):
     """The calibrated run, open, and the loaded export, whose run and store are moved away."""
@@ -60,6 +73,7 @@ def run_and_export(kind: str):
     if kind == "extended":
         trained = extend(trained, new_triples(), folder / "grown", epochs=1).path
     run = api.open_run(trained)
+    OPEN.append(run)
     run.calibrate(limit=50)
     model = load_model(run.export(folder / "export"))
     assert model.calibration is not None

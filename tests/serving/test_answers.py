@@ -114,7 +114,6 @@ def test_labels_of_any_characters_are_served(model):
     model = replace(
         model,
         labels=SimpleNamespace(entities=entities, relations=model.relation_labels),
-        store=None,
     )
     with TestClient(create_app(model, "evil")) as client:
         assert client.get("/entities").json()["labels"] == labels
