@@ -48,7 +48,11 @@ def model_of(
     )
     whole = EntityShard(torch.randn(N, config.dim), 0, N, replicated=True)
     return TrainedModel(
-        scorer, whole, labels, description={"model": asdict(config), "reciprocal": reciprocal}
+        scorer,
+        whole,
+        labels,
+        labels,
+        description={"model": asdict(config), "reciprocal": reciprocal},
     )
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_models import model_of
 from starlette.testclient import TestClient
 
 from kge_torchrec.answers.calibration import Calibration, Curve
@@ -296,13 +295,6 @@ def test_many_heads_stock_and_fallback_over_http(client, model, store):
     )
     listed = {one["label"] for one in reply["lists"][0]["answers"]}
     assert "e4" not in listed and len(listed) == 4
-
-
-def test_an_export_has_no_popular_answers(store):
-    (wrong,) = answers(
-        model_of(store, with_data=False), [Recommend(("nobody",), "r0", 3, popular=True)]
-    )
-    assert "most popular" in str(wrong)
 
 
 def test_facts_over_http_are_those_of_python(trained_client):
