@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kge_torchrec.answers.files import TRIPLES, FileReport, answer_file, score_file
+from kge_torchrec.answers.files import FileReport, answer_file, score_file
 from kge_torchrec.answers.queries import (
     FEW,
     MEANINGS,
@@ -26,9 +26,10 @@ from kge_torchrec.answers.queries import (
     recommended,
 )
 from kge_torchrec.answers.tables import answer_table, is_many, is_table, score_table
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import ConfigError, DataConfig
 from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.data.reading import columns_of
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, TrainedModel, check_side
 
@@ -50,7 +51,7 @@ class Answering:
     @property
     def columns(self) -> Columns:
         """The columns of a table of triples, where the config names them."""
-        return TRIPLES
+        raise NotImplementedError
 
     @overload
     def predict(
@@ -361,3 +362,8 @@ class AnsweringModel(Answering, TrainedModel):
     def model(self) -> TrainedModel:
         """The model itself."""
         return self
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table of triples, by the config of the run that was exported."""
+        return columns_of(DataConfig(**self.description.get("data", {})), False)

@@ -97,6 +97,7 @@ def export_run(
     description = describe(config.model, store.num_entities, store.num_relations, format)
     if format == "safetensors":
         description["training"] = training_of(config)
+        description["data"] = {"columns": config.data.columns, "relation": config.data.relation}
     description["checkpoint"] = {
         "name": name_of(progress),
         "epoch": progress.epoch,

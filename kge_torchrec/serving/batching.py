@@ -345,11 +345,7 @@ def _choice(model: TrainedModel, query: Recommend, k: int, ids: _Ids) -> Choice:
 def most_popular(
     model: TrainedModel, relation: int, k: int, only: Candidates | None
 ) -> list[Prediction]:
-    """Return the most frequent tails of a relation in train; the score is their number.
-
-    Raises:
-        KGEError: The model is an export, which has no data.
-    """
+    """Return the most frequent tails of a relation in train; the score is their number."""
     index = model.store.side_index("train", "head")
     of_relation = relations_of(index.queries) == relation
     entities, counts = anchors_of(index.queries)[of_relation], np.diff(index.starts)[of_relation]

@@ -8,7 +8,7 @@ import pytest
 from training_runs import config_of
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.answers import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
@@ -33,8 +33,6 @@ def one_by_one(model, parts, answer):
             values |= {"row": row, "rank": one.rank}
             if one.probability is not None:
                 values["probability"] = one.probability
-            if model.store is None:
-                del values["known"]
             rows.append(values)
     return rows
 
@@ -84,6 +82,9 @@ def test_columns_have_the_names_of_the_config(tmp_path):
         assert run.predict(table.select(["who"]).slice(0, 5), k=2) == expected
         answers = run.recommend(table.slice(0, 5), k=2)
         assert run.score(answers)["score"] == answers["score"]  # its columns are head and tail
+        model = load_model(run.export(tmp_path / "export"))
+        assert model.score(table) == run.score(table)
+        assert model.predict(table.select(["who"]).slice(0, 5), k=2) == expected
 
 
 def test_types_and_probabilities_are_columns(tmp_path):
