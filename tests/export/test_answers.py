@@ -112,7 +112,7 @@ def queries(draw):
 def test_export_answers_like_its_run(kind):
     run, model = run_and_export(kind)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(queries())
     def check(drawn):
         shares, k, flag, candidates = drawn
