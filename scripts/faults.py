@@ -59,6 +59,7 @@ counter = np.array([chunks.start * blocks, step, SIDES.index(side), 0], np.uint6
 chunks.start * blocks, step, => chunks.start, step,
 (chunks.numbers * self._total).long(), right=True => (chunks.numbers * self._total).long(), right=False
 others = chunks.triples.shape[1] - 1 => others = chunks.triples.shape[1] @@ data/test_batches.py training/test_recommender_parts.py
+other = (answers != relations) => other = (answers == relations) @@ training/test_exact.py -k "weighted and bpr"
 anchor = head if chunks.side == "tail" else tail => anchor = tail if chunks.side == "tail" else head @@ data/test_batches.py
 spawn_key=(epoch, _STREAM) => spawn_key=(_STREAM,)
 [data/typed_negatives.py: training/test_typed_negatives.py]
@@ -117,6 +118,7 @@ return rotated(anchor - shift, -phase) => return rotated(anchor, -phase) - shift
 # ranking
 [ranking/ranks.py: ranking/test_exact.py ranking/test_metrics.py]
 return (self.optimistic[side] + self.pessimistic[side]) / 2 => return self.optimistic[side].astype(np.float64)
+np.where(is_last, entities, 1 + own.better) => np.where(is_last, entities, own.better) @@ ranking/test_exact.py
 (ranks <= k).mean() => (ranks < k).mean()
 [ranking/search.py: ranking/test_exact.py ranking/test_topk.py]
 posinf=highest, neginf=-torch.inf => posinf=torch.inf, neginf=-torch.inf
@@ -162,6 +164,45 @@ bounds[count] = places.shape[0] => bounds[count] = places.shape[0] - 1
 # kernels
 [kernels/scores.py: kernels/test_scores.py]
 small = (normalizer - whole).float() => small = (normalizer - normalizer).float()
+return _LEAST => return _F(0)
+(_F(1) if score >= 0 else small) / (_F(1) + small) => _F(1) / (_F(1) + small)
+return gradients * grad.unsqueeze(-1), None, None => return gradients, None, None
+up = (bits + np.int32(0x7FFF) + even) >> np.int32(16) => up = bits >> np.int32(16)
+for j in range(whole, size): => for j in range(whole, size - 1):
+[kernels/side_rows.py: models/test_side_rows.py models/test_objective.py]
+return used, sums.index_select(0, used).to(weight.dtype) => return used, torch.ones_like(sums.index_select(0, used)).to(weight.dtype)
+sums.index_add_(0, places, grad) => sums.index_copy_(0, places, grad)
+weights = weight.flatten().repeat(2) => weights = weight.flatten().repeat_interleave(2)
+ids, direct = scorer.direct(relation.reshape(-1), side) => ids, direct = relation.reshape(-1), side
+[kernels/dropout.py: kernels/test_dropout.py models/test_dropout.py]
+drawn >= threshold => drawn < threshold
+np.float32(1 / (1 - share)) => np.float32(1)
+return dropped(grad, ctx.share, ctx.key), None, None => return dropped(grad, ctx.share, ctx.key + 1), None, None
+# config
+[config/parser.py: test_config.py test_keys.py]
+if where and self.places.get(name): => if False:
+self.values[key] = plain(value) if isinstance(value, dict | list) else value => self.values.setdefault(key, plain(value) if isinstance(value, dict | list) else value)
+counted = {*given} if "default" in from_file else {*given, *from_file} => counted = {*given, *from_file} @@ tuning/test_race.py -k at_its_default
+while name and name not in self.places: => while False:
+[config/rules.py: test_config.py test_bad_input.py test_keys.py]
+if options.buffer > options.parts: => if options.buffer < 0: @@ training/test_refused.py
+if negatives.in_batch and negatives.chunk_size == 1: => if negatives.in_batch and negatives.chunk_size == 0: @@ training/test_refused.py
+used = "tail queries use the relations themselves" => pass
+[config/checks.py: test_config.py test_errors.py]
+"in [0, 1)", lambda share: 0 <= share < 1 => "in [0, 1)", lambda share: 0 <= share <= 1 @@ test_config.py -k out_of_range
+# planning, tuning, comparison
+[planning/step.py: planning/test_traffic.py planning/test_costs.py]
+return 2 * (count - 1) / count * size => return (count - 1) / count * size
+size = travel_bytes(config.entities.exchange.dtype, ids, remote * dim) => size = 4 * remote * dim
+[comparison.py: comparison/test_measurements.py]
+return sorted({0, last, *(step for step in steps if step < last)}) => return sorted({0, *(step for step in steps if step <= last)})
+mine[repeat] / base[repeat] => base[repeat] / mine[repeat] @@ comparison/test_compare.py -k spread_and_ratio
+[seeds.py: test_seeds.py]
+values = [after - before => values = [before - after
+t = difference / (deviation / math.sqrt(len(common))) => t = difference / deviation
+api.train(replace(own, seed=seed, run=run), callbacks) => api.train(replace(own, run=run), callbacks)
+[tuning/space.py: tuning/test_space.py]
+and parameter.contains(known[parameter.key]) => and True
 """  # noqa: E501
 
 

@@ -284,6 +284,7 @@ ADAM = {"train.optimizer": "adam"}
      "train.optimizer_options.beta1 must be in [0, 1), got 1.0"),
     ({**ADAM, "train.optimizer_options.beta2": 0.99999999},
      "beta2 must be at most 0.99999994, the float32"),
+    ({"model.dropout.input": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
     ({"data.split.ratio": [2, -0.5, -0.5]}, "that sum to 1, the first above 0, got (2.0, -0.5"),
     ({"data.split.ratio": [0.5, 0.5]}, "data.split.ratio must be three shares"),
     ({"data.split.by": "lst"}, "data.split.by must be one of random, head, time, last"),

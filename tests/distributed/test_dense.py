@@ -12,7 +12,7 @@ from training_runs import config_of, fit, largest_difference, rank_trains, witho
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.distributed.dense import Sharded, dense_wrapper
+from kge_torchrec.distributed.dense import Sharded, dense_wrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import processes
 
 LAYOUTS = {
@@ -115,3 +115,14 @@ def test_ranks_exchange_gradients_again_after_a_micro_batch_that_fails():
     with pytest.raises(MemoryError), wrapper.without_exchange():
         raise MemoryError
     assert wrapper._parts.set_requires_gradient_sync.mock_calls == [call(False), call(True)]
+
+
+def test_state_of_an_optimizer_begins_without_a_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    start_optimizer_state(optimizer)
+    assert weight.tolist() == [1, 1, 1]
+    assert all(not state.any() for state in optimizer.state[weight].values())
+    optimizer.state[weight]["exp_avg"].fill_(2)
+    start_optimizer_state(optimizer)  # state that exists stays
+    assert optimizer.state[weight]["exp_avg"].tolist() == [2, 2, 2]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.distributed.processes import Processes, RankLost, processes
+from kge_torchrec.distributed.processes import Processes, RankLost, processes, rows_by_rank
 from kge_torchrec.embeddings.backend import EntityShard
 
 
@@ -104,3 +104,18 @@ def test_port_of_another_program(environment):
         environment(WORLD_SIZE="1", MASTER_PORT=port)
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use by another pro"):
             processes("cpu", 2).__enter__()
+
+
+def small_values():
+    with processes("cpu") as ranks:
+        number = ranks.rank
+        return ranks.largest([number, -number]), ranks.gather(number), ranks.broadcast(number)
+
+
+def test_small_values_of_ranks_are_the_same_everywhere():
+    assert run_world(2, small_values) == [([1, 0], [0, 1], 0)] * 2
+
+
+def test_rows_are_split_over_ranks_without_a_gap():
+    assert rows_by_rank(7, 3) == [range(3), range(3, 6), range(6, 7)]
+    assert rows_by_rank(2, 4) == [range(1), range(1, 2), range(2, 2), range(2, 2)]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.kernels import dropout, library, operators, pair_scores, scores
+from kge_torchrec.kernels import dropout, ids, library, operators, pair_scores, scores
 
 
 def made(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -103,3 +103,10 @@ def test_a_compiler_that_does_not_exist_is_none(monkeypatch, tmp_path):
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert not has_triton()
+
+
+@pytest.mark.parametrize("low, high", [(-1, 4), (0, 5)])
+def test_ids_outside_the_range_are_named(low, high):
+    ids.check_within("rows", torch.tensor([[0, 2], [4, 4]]), 5)
+    with pytest.raises(IndexError, match=rf"rows: {low} to {high} are not all in \[0, 5\)"):
+        ids.check_within("rows", torch.tensor([low, 3, high]), 5)

@@ -36,6 +36,7 @@ REFUSED = [
     ({**SEEN, "negatives__among_options": {"share": 0.0}}, "negatives.among_options.share"),
     ({"negatives__in_batch": "same_relation", "negatives__log_q": True},
      "negatives.log_q: with negatives.in_batch same"),
+    ({"negatives__in_batch": True, "negatives__chunk_size": 1}, "leaves a chunk no other triples"),
     ({**KVS, **TYPED, "loss__name": "foreign_parts:CrossEntropy"},
      "only loss.name softmax and bce can leave entities out"),
     ({**KVS, **TYPED, "loss__options": {"label_smoothing": 0.1}}, "without label_smoothing"),
