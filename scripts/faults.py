@@ -91,16 +91,16 @@ parts = range(first_step * count, => parts = range(first_step, @@ data/test_batc
 [data/shuffle.py: data/test_order.py]
 kept += block[place] >= size => kept += block[place] > size
 # models
-[models/losses.py: models/test_losses.py models/test_same_losses.py]
+[models/losses.py: models/test_losses.py]
 relu(self.options.margin - positive[:, None] + negative) => relu(self.options.margin + positive[:, None] - negative)
 softplus(negative - positive[:, None]) => softplus(positive[:, None] - negative)
 logsigmoid(-margin - negative) => logsigmoid(margin - negative)
 self.options.temperature * negative.detach() => negative.detach()
 (mask.sum(1) + answers) => mask.sum(1)
 total + (smooth - low) * positives => total + smooth * positives
-order = negative.detach().masked_fill(~mask, -torch.inf) => order = negative.detach() @@ models/test_answer_losses.py
-counts.clamp(min=1) => counts @@ models/test_answer_losses.py
-[models/over_all.py: models/test_over_all.py]
+order = negative.detach().masked_fill(~mask, -torch.inf) => order = negative.detach() @@
+counts.clamp(min=1) => counts @@
+[models/over_all.py: models/test_losses.py]
 .clamp(max=label_smoothing) => .clamp(max=1.0)
 return answers.share * (1 - of_answer), share / self.num_entities => return answers.share, share / self.num_entities
 answer_part -= target => answer_part += target
@@ -148,7 +148,7 @@ out *= np.float32(2 * bound) => out *= np.float32(bound)
 kept = (~frozen[self.ids]).nonzero().squeeze(1) => kept = frozen[self.ids].nonzero().squeeze(1) @@ training/test_exact.py -k frozen
 RowGradients(own - part.start, total, => RowGradients(own, total,
 total = total / occurrences.unsqueeze(1) => pass
-[embeddings/handrolled.py: embeddings/test_handrolled_table.py embeddings/test_routing.py]
+[embeddings/handrolled.py: embeddings/test_sharded_table.py embeddings/test_routing.py]
 arrived.div_(len(self.ranges)) => pass
 requests[:, 0] -= self.table.first_row => requests[:, 0] %= len(self.table.rows)
 [embeddings/exchange.py: embeddings/test_exchange.py]

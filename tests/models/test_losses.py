@@ -1,174 +1,298 @@
-"""Losses against their formulas, query by query in float64 Python."""
+"""A loss of one name is one function, with sampled candidates, several answers or all entities.
+
+Each is compared with the loss of one query after the other, by torch's functions in float64.
+"""
+
+from __future__ import annotations
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-from kge_torchrec.models.losses import (
-    BinaryCrossEntropyLoss,
-    BPRLoss,
-    MarginLoss,
-    SelfAdversarialLoss,
-    SoftmaxLoss,
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    logsigmoid,
+    normalize,
+    relu,
 )
 
-SHAPE = (6, 5)  # queries, candidates
-ALL = torch.ones(SHAPE, dtype=torch.bool)
+from kge_torchrec.config import ConfigError, LossConfig
+from kge_torchrec.kernels import operators
+from kge_torchrec.models.losses import build_loss, hardest
+from kge_torchrec.models.over_all import BlockAnswers
+
+CONFIGS = [
+    LossConfig(name, options=options)
+    for name, options in [
+        ("softmax", {}),
+        ("softmax", {"label_smoothing": 0.2}),
+        ("softmax", {"label_smoothing": 0.2, "smoothing": "libkge"}),
+        ("bce", {}),
+        ("bce", {"label_smoothing": 0.2}),
+        ("bce", {"reduction": "mean"}),
+        ("bce", {"reduction": "mean", "label_smoothing": 0.2}),
+        ("bce", {"label_smoothing": 0.3, "smoothing": "libkge"}),
+        ("bce", {"label_smoothing": 0.05, "smoothing": "libkge"}),  # e < 1/N
+        ("margin", {"margin": 1.5}),
+        ("bpr", {}),
+        ("self_adversarial", {"margin": 1.5, "temperature": 0.7}),
+        ("self_adversarial", {"margin": 1.0, "temperature": 0.0}),
+    ]
+]
+CLOSED = [config for config in CONFIGS if type(build_loss(config)).has_closed_form()]
 
 
-def log_sigmoid(x):
-    return -np.logaddexp(0, -x)
+def name_of(config: LossConfig) -> str:
+    return " ".join([config.name, *map(str, config.options.values())])
 
 
-def softmax(positive, negative, smooth):
-    choices = np.append(positive, negative)
-    log_shares = choices - np.logaddexp.reduce(choices)
-    target = np.full(len(choices), smooth / len(choices))
-    target[0] += 1 - smooth
-    return -(target * log_shares).sum()
+every_loss = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+every_closed_form = pytest.mark.parametrize("config", CLOSED, ids=name_of)
 
 
-def bce(positive, negative, smooth, reduce=np.sum):
-    def cross(target, score):
-        return -target * log_sigmoid(score) - (1 - target) * log_sigmoid(-score)
-
-    return reduce(np.append(cross(1 - smooth / 2, positive), cross(smooth / 2, negative)))
-
-
-def margin(positive, negative, gap):
-    return np.maximum(0, gap - positive + negative).mean() if len(negative) else 0.0
-
-
-def bpr(positive, negative):
-    return -log_sigmoid(positive - negative).mean() if len(negative) else 0.0
-
-
-def self_adversarial(positive, negative, gap, temperature):
-    share = np.exp(temperature * negative)
-    share = share / share.sum()
-    negative_loss = -(share * log_sigmoid(-gap - negative)).sum()
-    return (negative_loss - log_sigmoid(gap + positive)) / 2
+def of_query(config: LossConfig, positive: Tensor, negative: Tensor) -> Tensor:
+    """The loss of a query from the scores of its answers (k,) and of candidates (n,)."""
+    smooth, is_libkge = config.options.get("label_smoothing", 0.0), "smoothing" in config.options
+    scores = torch.cat([positive, negative])
+    label, count = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]), len(scores)
+    if config.name == "softmax":
+        target = (1 - smooth) * label / max(1, len(positive)) + smooth / count
+        if is_libkge:  # its KvsAll lifts all labels, and its loss kl divides them by their sum
+            target = normalize((1 - smooth) * label + 1 / count, p=1, dim=0)
+        return cross_entropy(scores[None], target[None])
+    if config.name == "bce":
+        low = min(1 / count, smooth) if is_libkge else smooth / 2
+        target = (1 - smooth) * label + low
+        reduction = config.options.get("reduction", "sum")
+        return binary_cross_entropy_with_logits(scores, target, reduction=reduction)
+    each = [of_answer(config, score, negative) for score in positive]
+    return sum(each, 0 * scores.sum()) / max(1, len(each))
 
 
-CASES = {
-    "softmax": (SoftmaxLoss(), lambda p, n: softmax(p, n, 0)),
-    "softmax smoothed": (SoftmaxLoss(0.3), lambda p, n: softmax(p, n, 0.3)),
-    "bce": (BinaryCrossEntropyLoss(), lambda p, n: bce(p, n, 0)),
-    "bce smoothed": (BinaryCrossEntropyLoss(0.3), lambda p, n: bce(p, n, 0.3)),
-    "bce mean": (BinaryCrossEntropyLoss(0.3, "mean"), lambda p, n: bce(p, n, 0.3, np.mean)),
-    "margin": (MarginLoss(1.5), lambda p, n: margin(p, n, 1.5)),
-    "bpr": (BPRLoss(), bpr),
-    "self-adversarial": (
-        SelfAdversarialLoss(1.5, 0.7),
-        lambda p, n: self_adversarial(p, n, 1.5, 0.7),
-    ),
-}
-every_loss = pytest.mark.parametrize(("loss", "oracle"), CASES.values(), ids=CASES)
+def of_answer(config: LossConfig, positive: Tensor, negative: Tensor) -> Tensor:
+    margin, count = config.options.get("margin"), max(1, len(negative))
+    if config.name == "margin":
+        return relu(margin - positive + negative).sum() / count
+    if config.name == "bpr":
+        return -logsigmoid(positive - negative).sum() / count
+    weight = (config.options["temperature"] * negative.detach()).softmax(0)  # without gradient
+    return -((weight * logsigmoid(-margin - negative)).sum() + logsigmoid(margin + positive)) / 2
 
 
-def scores(dtype=torch.float64):
-    torch.manual_seed(0)
-    positive, negative = torch.randn(SHAPE[0], dtype=dtype), torch.randn(SHAPE, dtype=dtype)
-    return (2 * positive).requires_grad_(), (2 * negative).requires_grad_()
+def drawn(draw, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    return torch.randn(sizes, generator=seed, dtype=dtype) * draw(st.sampled_from([0.1, 3, 60]))
 
 
-def some_masked():
-    """Everywhere some candidates, except that the first query has none and the second all."""
-    mask = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5
+# Sampled candidates
+
+
+@st.composite
+def samples(draw, config: LossConfig):
+    """Number of answers of each query, scores of answers and candidates, which of them count."""
+    fewest = 1 if build_loss(config).needs_answers else 0
+    counts = draw(st.lists(st.integers(fewest, 3), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    positive = drawn(draw, sum(counts), dtype=dtype)
+    negative = drawn(draw, len(counts), draw(st.integers(1, 5)), dtype=dtype)
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    mask = torch.rand(negative.shape, generator=seed) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    mask[torch.tensor(counts) == 0, 0] = True  # else a query would have no score at all
+    return counts, positive, negative, mask
+
+
+@every_loss
+@given(data=st.data())
+def test_losses_and_gradients_equal_the_formula(config, data):
+    counts, positive, negative, mask = data.draw(samples(config))
+    answered = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    is_one = counts == [1] * len(counts) and data.draw(st.booleans())
+    inputs = positive, negative.where(mask, 1e4 * negative)  # what does not count has no effect
+    exact = [x.double().requires_grad_() for x in inputs]
+    expected = torch.stack([
+        of_query(config, part, row[chosen])
+        for part, row, chosen in zip(exact[0].split(counts), exact[1], mask, strict=True)
+    ])  # fmt: skip
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    query = None if is_one else answered
+    actual = build_loss(config)(inputs[0], query, inputs[1], mask)
+    assert actual.shape == (len(counts),) and actual.dtype == positive.dtype
+    weight = torch.arange(1.0, len(counts) + 1, dtype=torch.float64)
+    results = actual, *torch.autograd.grad((actual * weight).sum(), inputs)
+    wanted = expected, *torch.autograd.grad((expected * weight).sum(), exact)
+    largest = max(x.abs().max() for x in (*positive, negative))
+    atol = 1e-9 if actual.dtype == torch.float64 else 3e-6 * (1 + float(largest))
+    for one, other in zip(results, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=atol)
+    assert not results[2][~mask].any()
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_scores_stay_finite(config, dtype):
+    mask = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[0], mask[1] = False, True
-    return mask
-
-
-@every_loss
-def test_value_equals_the_formula(loss, oracle):
-    for mask, dtype in ((ALL, torch.float32), (some_masked(), torch.float64)):
-        positive, negative = scores(dtype)
-        actual = loss(positive, None, negative, mask)
-        assert actual.shape == SHAPE[:1] and actual.dtype == dtype
-        for query in np.ndindex(*SHAPE[:1]):
-            candidates = negative[query][mask[query]]
-            expected = oracle(positive[query].item(), candidates.detach().double().numpy())
-            rtol = 1e-5 if dtype == torch.float32 else 1e-12
-            assert actual[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
-
-
-@every_loss
-def test_masked_candidates_change_nothing(loss, oracle):
-    positive, negative = scores()
-    mask = some_masked()
-    changed = torch.where(mask, negative, 1e4 * negative)
-    torch.testing.assert_close(
-        loss(positive, None, negative, mask), loss(positive, None, changed, mask), rtol=0, atol=0
-    )
-    loss(positive, None, negative, mask).sum().backward()
-    assert not negative.grad[~mask].any()
-
-
-# Without self-adversarial: its weights are constants by design, which has a test below.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "self-adversarial"])
-def test_gradients_equal_finite_differences(name):
-    loss, _ = CASES[name]
-    for mask in (ALL, some_masked()):
-        assert torch.autograd.gradcheck(lambda p, n, mask=mask: loss(p, None, n, mask), scores())
-
-
-@every_loss
-def test_extreme_scores_stay_finite(loss, oracle):
-    masks = ALL, some_masked(), ~ALL
-    extremes = -1e4, 0.0, 1e4
-    for high, low, mask in itertools.product(extremes, extremes, masks):
-        positive = torch.full(SHAPE[:1], high, requires_grad=True)
-        negative = torch.full(SHAPE, low).index_fill(1, torch.tensor(0), 3.0).requires_grad_()
-        result = loss(positive, None, negative, mask)
+    masks, extremes = (torch.ones_like(mask), mask, torch.zeros_like(mask)), (-1e4, 0.0, 1e4)
+    for high, low, chosen in itertools.product(extremes, extremes, masks):
+        positive = torch.full((6,), high, dtype=dtype, requires_grad=True)
+        negative = torch.full((6, 5), low, dtype=dtype)
+        negative[:, 0] = 3.0
+        negative.requires_grad_()
+        result = build_loss(config)(positive, None, negative, chosen)
         result.sum().backward()
-        assert result.isfinite().all() and (result >= -1e-3).all()
+        assert result.isfinite().all() and (result >= -1e5 * torch.finfo(dtype).eps).all()
         assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("smooth", [0.0, 0.3])
-def test_softmax_equals_cross_entropy_of_torch(smooth):
-    positive, negative = scores()
-    logits = torch.cat([positive[:, None], negative], 1)
-    expected = cross_entropy(
-        logits, torch.zeros(len(logits), dtype=torch.int64),
-        label_smoothing=smooth, reduction="none",
-    )  # fmt: skip
-    torch.testing.assert_close(SoftmaxLoss(smooth)(positive, None, negative, ALL), expected)
+def test_hardest_candidates_are_negatives_where_there_are_enough():
+    negative = torch.tensor([[9.0, 1.0, 3.0, 2.0], [9.0, 8.0, 7.0, 1.0]])
+    mask = torch.tensor([[False, True, True, True], [False, False, False, True]])
+    scores, kept = hardest(negative, mask, 2)
+    assert kept[0].all() and sorted(scores[0].tolist()) == [2, 3]
+    assert kept[1].sum() == 1 and scores[1][kept[1]] == 1
 
 
-def test_self_adversarial_weights_carry_no_gradient():
-    positive, negative = scores()
-    SelfAdversarialLoss(1.5, 0.7)(positive, None, negative, ALL).sum().backward()
-    # d/dn of -log sigmoid(-m - n) is sigmoid(m + n); the weight is a constant to it.
-    weight = (0.7 * negative).detach().softmax(-1)
-    expected = weight * torch.sigmoid(1.5 + negative.detach()) / 2
-    torch.testing.assert_close(negative.grad, expected)
-    torch.testing.assert_close(positive.grad, -torch.sigmoid(-1.5 - positive.detach()) / 2)
+# All entities
 
 
-def test_self_adversarial_without_temperature_has_equal_weights():
-    positive, negative = scores()
-    result = SelfAdversarialLoss(1.0, 0.0)(positive, None, negative, ALL)
-    negative_loss = torch.nn.functional.softplus(1 + negative).mean(-1)
-    positive_loss = torch.nn.functional.softplus(-1 - positive)
-    torch.testing.assert_close(result, (negative_loss + positive_loss) / 2)
+def dense(config: LossConfig, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (Q,) and the gradients (Q, N) of their sum, in float64."""
+    exact = scores.double().requires_grad_()
+    pairs = zip(exact, labels, strict=True)
+    losses = torch.stack([of_query(config, row[of], row[~of]) for row, of in pairs])
+    return losses.detach(), torch.autograd.grad(losses.sum(), exact)[0]
 
 
-def test_perfect_margin_has_zero_loss():
-    scores = torch.tensor([5.0]), None, torch.tensor([[3.0, 4.0]]), torch.tensor([[True, True]])
-    assert MarginLoss(1.0)(*scores).item() == 0
-    assert MarginLoss(2.0)(*scores).item() == pytest.approx(0.5)
+def answers_of(labels: Tensor, start: int = 0, stop: int | None = None) -> BlockAnswers:
+    query, column = labels[:, start:stop].nonzero(as_tuple=True)
+    counts = labels.sum(1)
+    return BlockAnswers(query, column, 1 / counts[query].float(), counts)
 
 
-def test_softmax_without_candidates_is_zero():
-    """A query whose candidates are all known facts teaches nothing, and costs nothing."""
-    positive = torch.tensor([3.0], requires_grad=True)
-    none = torch.zeros(1, 4, dtype=torch.bool)
-    for smooth in (0.0, 0.2):
-        loss = SoftmaxLoss(smooth)(positive, None, torch.randn(1, 4), none)
-        (gradient,) = torch.autograd.grad(loss.sum(), positive)
-        assert math.isclose(loss.item(), 0, abs_tol=1e-6) and abs(gradient.item()) < 1e-6
+def closed(name: str, entities: int, **options):
+    return build_loss(LossConfig(name, options=options)).over_all(entities)
+
+
+@st.composite
+def blocks_of_scores(draw):
+    """Config, scores (Q, N) over a wide range, labels (Q, N), cuts into blocks, layout."""
+    config = draw(st.sampled_from(CLOSED))
+    queries, entities = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    scores = drawn(draw, queries, entities)
+    scores += draw(st.sampled_from([0, 3000]))  # where float32 has steps of 2e-4
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    labels = torch.rand(scores.shape, generator=seed) < draw(st.sampled_from([0.1, 0.6]))
+    if config.name == "softmax":
+        labels[:, draw(st.integers(0, entities - 1))] = True  # every query has an answer
+    cuts = sorted(draw(st.lists(st.integers(0, entities), max_size=3)))
+    return config, scores, labels, [0, *cuts, entities], draw(st.booleans())
+
+
+@settings(max_examples=100)
+@given(blocks_of_scores())
+def test_losses_of_blocks_add_up_to_the_formula(case):
+    config, scores, labels, cuts, by_column = case  # by column: which kernels do not take
+    loss, blocks, statistics = build_loss(config).over_all(scores.shape[1]), [], []
+    for start, stop in itertools.pairwise(cuts):
+        if start == stop:  # ranks without rows start no block
+            continue
+        block, answers = scores[:, start:stop].clone(), answers_of(labels, start, stop)
+        if by_column:
+            block = block.T.contiguous().T
+        blocks.append((block, answers))
+        statistics.append(loss.partial_statistics(block, answers))
+    joined = loss.reduce(torch.stack(statistics))
+    weight = torch.linspace(0.5, 2, len(scores))
+    for (block, answers), own in zip(blocks, statistics, strict=True):
+        loss.backward(block, joined if loss.normalizes else own, answers, weight)
+    losses, gradient = dense(config, scores, labels)
+    scale = 1 + scores.abs().max().item()
+    assert (loss.loss(joined) - losses).abs().max() < 1e-5 * scale
+    result = torch.cat([block for block, _ in blocks], 1)
+    assert (result - weight[:, None] * gradient).abs().max() < 1e-5
+
+
+def test_scores_far_from_0_keep_their_digits():
+    """Normalizers by torch, and gradients by the kernels."""
+    scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)) + 3000
+    labels, loss = torch.eye(4, 9) > 0, closed("softmax", 9)
+    by_column = scores.T.contiguous().T  # which kernels do not take
+    statistics = loss.partial_statistics(by_column, answers_of(labels))
+    assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
+    _, expected = dense(LossConfig("softmax"), scores, labels)
+    answers = answers_of(labels)
+    loss.backward(scores, loss.partial_statistics(scores, answers), answers, torch.ones(4))
+    assert (scores - expected).abs().max() < 1e-6
+
+
+def test_rank_without_rows_changes_nothing():
+    loss, labels = closed("softmax", 2), torch.tensor([[False, True]])
+    statistics = loss.partial_statistics(torch.tensor([[1.0, 2.0]]), answers_of(labels))
+    nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
+    assert torch.equal(loss.reduce(torch.stack([nothing, statistics])), statistics)
+
+
+def test_only_softmax_needs_statistics_of_other_blocks():
+    assert {c.name for c in CLOSED if build_loss(c).over_all(4).normalizes} == {"softmax"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [("bfloat16", "bce", {"reduction": "mean"}), ("padded", "softmax", {}), ("columns", "bce", {}),
+     ("double", "softmax", {"smoothing": "libkge"})],
+)  # fmt: skip
+def test_gradients_do_not_depend_on_the_layout_of_scores(kind, name, options):
+    """Some scores go to torch, others to the kernels, without a copy."""
+    torch.manual_seed(0)
+    scores = (3 * torch.randn(7, 70)).bfloat16().float()
+    labels = torch.rand(7, 70) < 0.2
+    labels[:, 3] = True
+    block = scores.double() if kind == "double" else scores.clone()
+    if kind == "columns":
+        block = scores.T.contiguous().T
+    if kind == "bfloat16":
+        block = block.bfloat16()
+    if kind == "padded":
+        block = torch.full((7, 80), torch.nan)[:, :70].copy_(scores)
+    config = LossConfig(name, options={"label_smoothing": 0.2, **options})
+    loss, answers = build_loss(config).over_all(70), answers_of(labels)
+    is_kept = block.dtype == torch.bfloat16 and loss.accepts(block)
+    assert is_kept == (kind == "bfloat16")
+    statistics = loss.partial_statistics(block, answers)
+    loss.backward(block, statistics, answers, torch.ones(7, dtype=statistics.dtype))
+    losses, gradient = dense(config, scores, labels)
+    torch.testing.assert_close(loss.loss(statistics).double(), losses, rtol=1e-5, atol=1e-5)
+    close = {"rtol": 2**-8, "atol": 1e-7} if is_kept else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(block.double(), gradient, **close)
+
+
+@every_closed_form
+def test_many_queries_are_processed_in_chunks(monkeypatch, config):
+    scores, answers = torch.randn(7, 5).double(), answers_of(torch.eye(7, 5, dtype=torch.bool))
+    loss = build_loss(config).over_all(5)
+    expected = loss.partial_statistics(scores, answers)
+    monkeypatch.setitem(operators._CHUNK_SCORES, "cpu", 11)  # two queries at a time
+    torch.testing.assert_close(loss.partial_statistics(scores, answers), expected)
+
+
+def test_distant_scores_underflow_to_zero():
+    scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
+    answers, loss = answers_of(labels), closed("softmax", 4)
+    statistics = loss.partial_statistics(scores, answers)
+    loss.backward(scores, statistics, answers, torch.ones(1))
+    assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
+    assert scores.abs().max() < 1e-6 and float(loss.loss(statistics)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"smoothing": "libkge"}, "acts only with label smoothing"),
+     ({"smoothing": "conve", "label_smoothing": 0.1}, "must be one of standard, libkge")],
+)  # fmt: skip
+def test_wrong_smoothings_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        LossConfig("bce", options=options)
