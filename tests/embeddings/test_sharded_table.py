@@ -1,4 +1,4 @@
-"""The sharded table at 1, 2 and 4 ranks against the dense table in one process."""
+"""The sharded table of both engines at 1, 2 and 4 ranks against the dense table in one process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from worlds import WorldError, run_world
 from worlds_table import own_rows, sharded_table
 
-from kge_torchrec.distributed.processes import Rows, processes
+from kge_torchrec.distributed.processes import Rows, processes, rows_by_rank
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.optimizers import make_optimizer
+from kge_torchrec.embeddings.handrolled import HandrolledLookup, make_route
+from kge_torchrec.embeddings.init import EntityInit
+from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding, kernel_of
 from kge_torchrec.training.checkpoints import Checkpoints
@@ -33,10 +36,64 @@ DIM, BATCH, STEPS = 8, 24, 6
 # Numbers of rows by that of ranks.  5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0.
 SIZES = {1: (101,), 2: (5,), 4: (101, 5, 3)}
 WEIGHT = f"entities.embeddings.{ENTITY}.weight"
+every_engine = pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
 
 
 def start_values(num_entities: int) -> Tensor:
     return torch.randn(num_entities, DIM, generator=torch.Generator().manual_seed(1))
+
+
+class Torchrec:
+    """TorchRec's table with ``start_values``."""
+
+    def __init__(self, size: int, optimizer: RowOptimizer):
+        self.model = sharded_table(size, DIM, optimizer, start_values(size))
+        self.rows, self.step = own_rows(self.model), self.model.fused_optimizer.step
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+    @property
+    def group(self) -> dict:
+        return self.model.fused_optimizer.param_groups[0]
+
+
+class Handrolled:
+    """The same on the hand-rolled exchange, whose routes take ids that ascend."""
+
+    def __init__(self, size: int, optimizer: RowOptimizer, counted: bool = False):
+        rank, ranges = dist.get_rank(), rows_by_rank(size, dist.get_world_size())
+        tables = [EntityTable.of_all(size, optimizer, EntityInit())]
+        self.rows = TableShard.of(tables, DIM, ranges[rank])
+        self.rows.rows.copy_(start_values(size)[ranges[rank].start : ranges[rank].stop])
+        self.lookup = HandrolledLookup(self.rows, ranges, dist.group.WORLD, counts_places=counted)
+        self.step = self.rows.step
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        order = ids.argsort(stable=True)
+        places = torch.ones_like(ids) if self.lookup.counts_places else None
+        ways = self.lookup.ranges, self.lookup.group
+        route = make_route(ids[order], *ways, distinct=False, occurrences=places)
+        return self.lookup(route)[order.argsort()]
+
+    @property
+    def group(self) -> dict:
+        return self.rows.param_groups[0]
+
+
+ENGINES = {"torchrec": Torchrec, "handrolled": Handrolled}
+
+
+def sgd(lr: float = 1.0) -> RowOptimizer:
+    return make_optimizer("sgd", lr=lr)
+
+
+def whole(table: Torchrec | Handrolled) -> Tensor:
+    shard = table.rows.shard()
+    return shard.fetch(torch.arange(shard.num_entities))
+
+
+# Steps
 
 
 def global_batch(num_entities: int, step: int) -> tuple[Tensor, Tensor]:
@@ -51,26 +108,16 @@ def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
     return (torch.sin(rows) * targets).sum(1).mean()
 
 
-def train_sharded(model: nn.Module, num_entities: int, steps: range) -> None:
-    """Each rank takes its share of the global batch, ids made distinct as collation does."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in steps:
-        ids, targets = (part.chunk(world_size)[rank] for part in global_batch(num_entities, step))
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        loss_of(model(distinct)[inverse], targets).backward()
-        model.fused_optimizer.step()
-
-
-def train_dense(table: DenseTable, steps: range) -> None:
-    for step in steps:
+def train_dense(table: DenseTable) -> None:
+    for step in range(STEPS):
         ids, targets = global_batch(len(table.weights), step)
         rows = table.weights[ids].requires_grad_()
         (grad,) = torch.autograd.grad(loss_of(rows, targets.double()), rows)
         table.step(ids, grad)
 
 
-def parameters_and_states(model: nn.Module) -> dict[str, Tensor]:
-    table = own_rows(model)
+def parameters_and_states(table: TableShard) -> dict[str, Tensor]:
+    table.shard()  # waits for a step under way
     (states,) = (optimizer.states for optimizer in table.optimizers)
     return {
         "rows": table.rows.clone(),
@@ -87,131 +134,172 @@ def assert_equals_dense(per_rank: list[dict[str, Tensor]], dense: DenseTable) ->
         torch.testing.assert_close(whole[name].double(), state, rtol=1e-5, atol=1e-6)
 
 
-def rank_trains_every_table() -> dict:
-    results = {}
+def rank_trains_every_table(engine: str) -> dict:
+    """Each rank takes its share of the global batch, ids made distinct as collation does."""
+    rank, world_size, results = dist.get_rank(), dist.get_world_size(), {}
     for name in NAMES:
-        for size in SIZES[dist.get_world_size()]:
-            optimizer = make_optimizer(**optimizer_settings(name))
-            model = sharded_table(size, DIM, optimizer, start_values(size))
-            train_sharded(model, size, range(STEPS))
-            results[name, size] = parameters_and_states(model)
+        for size in SIZES[world_size]:
+            table = ENGINES[engine](size, make_optimizer(**optimizer_settings(name)))
+            for step in range(STEPS):
+                ids, targets = (x.chunk(world_size)[rank] for x in global_batch(size, step))
+                distinct, inverse = torch.unique(ids, return_inverse=True)
+                loss_of(table(distinct)[inverse], targets).backward()
+                table.step()
+            results[name, size] = parameters_and_states(table.rows)
     return results
 
 
+@every_engine
 @pytest.mark.parametrize("world_size", SIZES)
-def test_steps_match_the_dense_table(world_size):
-    ranks = run_world(world_size, rank_trains_every_table)
+def test_steps_match_the_dense_table(engine, world_size):
+    ranks = run_world(world_size, rank_trains_every_table, engine)
     for name, size in ranks[0]:
         dense = DenseTable(start_values(size), make_optimizer(**optimizer_settings(name)))
-        train_dense(dense, range(STEPS))
+        train_dense(dense)
         assert_equals_dense([rank[name, size] for rank in ranks], dense)
 
 
-def rank_looks_around() -> dict:
-    model = sharded_table(101, DIM, make_optimizer("sgd", lr=1.0), start_values(101))
-    stats = {"keys": list(model.state_dict()), "steps": [own_rows(model).steps]}
-    model(torch.tensor([1, 2])).sum().mul(0).backward()
-    model.fused_optimizer.step()
-    with torch.no_grad():
-        model(torch.tensor([1, 2]))
-    stats["steps"].append(own_rows(model).steps)
-    empty = model(torch.tensor([], dtype=torch.int64))
-    empty.sum().backward()
-    model.fused_optimizer.step()
-    stats["empty"] = empty.shape
-    stats["steps"].append(own_rows(model).steps)
-    own_rows(model).steps = 7
-    stats["steps"].append(own_rows(model).steps)
-
-    shard = own_rows(model).shard()
-    stats["range"] = shard.row_range
-    stats["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
-    shard.rows[:] = 0.0
-    with torch.no_grad():
-        stats["after write"] = model(torch.tensor([0, 60, 100]))
-    return stats
+Case = tuple[str, int, list[list[int]]]  # optimizer, N, ids that each rank looks up
+# Nobody asks; fewer rows than ranks; one rank asks, for rows of others.
+EDGES = [
+    ("sgd", 6, [[], [], [], []]),
+    *(("adam", rows, [[0], [], [0, 0, rows - 1], [rows - 1]]) for rows in (1, 3)),
+    ("adagrad", 10, [[9, 7, 8, 9], [], [], []]),
+]
 
 
-def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dict]:
-    """Each case: optimizer, N, and the ids that each rank looks up, in one step repeated twice."""
+def rank_trains_cases(engine: str, cases: list[Case]) -> list[tuple[Tensor, dict]]:
+    """Rows of the first lookup, and what is there after a step repeated twice."""
     results = []
     for name, size, ids_per_rank in cases:
-        optimizer = make_optimizer(**optimizer_settings(name))
-        model = sharded_table(size, DIM, optimizer, start_values(size))
-        ids = torch.tensor(ids_per_rank[dist.get_rank()], dtype=torch.int64) % size
+        table = ENGINES[engine](size, make_optimizer(**optimizer_settings(name)))
+        ids, found = torch.tensor(ids_per_rank[dist.get_rank()], dtype=torch.int64) % size, []
         for _ in range(2):
-            model(ids).square().sum().backward()
-            model.fused_optimizer.step()
-        results.append(parameters_and_states(model))
+            found.append(table(ids))
+            before = found[-1].detach().clone()
+            found[-1].square().sum().backward()
+            table.step()
+            assert torch.equal(found[-1], before)  # a copy, which steps do not change
+        results.append((found[0].detach(), parameters_and_states(table.rows)))
     return results
 
 
+@every_engine
 @given(
-    st.lists(
+    cases=st.lists(
         st.tuples(
             st.sampled_from(NAMES),
-            st.integers(1, 13),
-            st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=4, max_size=4),
+            st.integers(1, 40),
+            st.lists(st.lists(st.integers(0, 39), max_size=12), min_size=4, max_size=4),
         ),
-        min_size=4,
-        max_size=8,
+        min_size=6,
+        max_size=12,
     )
 )
 @settings(max_examples=2)
-def test_random_sizes_and_ids_on_four_ranks(cases):
+def test_random_sizes_and_ids_on_four_ranks(engine, cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
-    results = run_world(4, rank_trains_cases, cases)
+    cases = [*EDGES, *cases]
+    results = run_world(4, rank_trains_cases, engine, cases)
     for number, (name, size, ids_per_rank) in enumerate(cases):
         dense = DenseTable(start_values(size), make_optimizer(**optimizer_settings(name)))
+        for own, ids in zip(results, ids_per_rank, strict=True):
+            ids = torch.tensor(ids, dtype=torch.int64) % size
+            assert torch.equal(own[number][0], start_values(size)[ids])
         ids = torch.tensor([*chain(*ids_per_rank)], dtype=torch.int64) % size
         for _ in range(2):
             dense.step(ids, 2 * dense.weights[ids] / 4)
-        assert_equals_dense([part[number] for part in results], dense)
+        assert_equals_dense([part[number][1] for part in results], dense)
 
 
-def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
-    model = sharded_table(10, DIM, make_optimizer("sgd", lr=1.0), start_values(10))
-    ids = torch.tensor([9, 0, 5, 9, 3])
-    looked_up = model(ids)
-    copy = looked_up.detach().clone()
-    looked_up.backward(torch.arange(5.0)[:, None].expand(5, DIM))
-    model.fused_optimizer.step()
-    return copy, own_rows(model).rows.clone()
+def rank_looks_around(engine: str) -> dict:
+    table = ENGINES[engine](101, sgd())
+    stats = {"keys": list(table.model.state_dict()) if engine == "torchrec" else [WEIGHT]}
+    stats["steps"] = [table.rows.steps]
+    table(torch.tensor([1, 2])).sum().mul(0).backward()
+    table.step()
+    with torch.no_grad():
+        table(torch.tensor([1, 2]))
+    table.step()
+    stats["steps"].append(table.rows.steps)
+    empty = table(torch.tensor([], dtype=torch.int64))
+    empty.sum().backward()
+    table.step()
+    stats["empty"] = empty.shape
+    stats["steps"].append(table.rows.steps)
+    table.rows.steps = 7
+    stats["steps"].append(table.rows.steps)
+
+    table(torch.tensor([1, 2])).sum().backward()
+    table.rows.gradients.clear()
+    table.step()
+    shard = table.rows.shard()
+    stats["range"] = shard.row_range
+    stats["fetched"] = shard.fetch(torch.tensor([100, 0, 51, 1]))
+    shard.rows[:] = 0.0
+    with torch.no_grad():
+        stats["after write"] = table(torch.tensor([0, 60, 100]))
+    return stats
 
 
-def test_unsorted_and_repeated_ids_work():
-    results = run_world(2, rank_asks_out_of_order)
-    expected = start_values(10)
-    for looked_up, _ in results:
-        assert torch.equal(looked_up, expected[[9, 0, 5, 9, 3]])
-    # The ranks' gradients are averaged; each has 0 + 3 for row 9.
-    expected[[9, 0, 5, 3]] -= torch.tensor([3.0, 1, 2, 4])[:, None]
-    torch.testing.assert_close(torch.cat([rows for _, rows in results]), expected)
-
-
+@every_engine
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_keys_views_and_empty_batches_work(world_size):
-    for rank, stats in enumerate(run_world(world_size, rank_looks_around)):
+def test_keys_views_and_empty_batches_work(engine, world_size):
+    for rank, stats in enumerate(run_world(world_size, rank_looks_around, engine)):
         assert stats["keys"] == [WEIGHT]
-        assert stats["steps"] == [0, 1, 2, 7]
+        assert stats["steps"] == [0, 1, 2, 7]  # lookups without gradients do not step
         assert stats["empty"] == (0, DIM)
         block = -(-101 // world_size)
         assert stats["range"] == (rank * block, min(101, (rank + 1) * block))
-        assert torch.equal(stats["fetched"], start_values(101)[[100, 0, 51]])
+        assert torch.equal(stats["fetched"], start_values(101)[[100, 0, 51, 1]])
         assert not stats["after write"].any()
 
 
-def rank_changes_learning_rate() -> Tensor:
-    model = sharded_table(4, DIM, make_optimizer("sgd", lr=1.0), torch.zeros(4, DIM))
-    model.fused_optimizer.param_groups[0]["lr"] = 0.25
-    model(torch.arange(4)).sum().backward()
-    model.fused_optimizer.step()
-    return own_rows(model).rows.clone()
+def rank_changes_learning_rate(engine: str) -> Tensor:
+    table = ENGINES[engine](4, sgd())
+    table.group["lr"] = 0.25
+    table(torch.arange(4)).sum().backward()
+    table.step()
+    return whole(table)
 
 
-def test_new_learning_rate_reaches_the_kernel():
-    (rows,) = run_world(1, rank_changes_learning_rate)
-    assert torch.equal(rows, torch.full((4, DIM), -0.25))
+@every_engine
+def test_new_learning_rate_reaches_the_kernel(engine):
+    (rows,) = run_world(1, rank_changes_learning_rate, engine)
+    torch.testing.assert_close(rows, start_values(4) - 0.25)
+
+
+def rank_steps_after_two_batches(engine: str) -> tuple[Tensor, Tensor]:
+    """Two backwards before one step, and the same in one batch."""
+    rank = dist.get_rank()
+    apart, together = (ENGINES[engine](9, make_optimizer("adagrad", 0.5)) for _ in range(2))
+    gradients = torch.randn(5, DIM, generator=torch.Generator().manual_seed(rank))
+    batches = torch.tensor([rank, 3, 3, 3, 8 - rank])
+    for part in (slice(0, 3), slice(3, 5)):
+        apart(batches[part]).backward(gradients[part])
+    together(batches).backward(gradients)
+    apart.step()
+    together.step()
+    return whole(apart), whole(together)
+
+
+@every_engine
+def test_backward_passes_make_one_step(engine):
+    for apart, together in run_world(2, rank_steps_after_two_batches, engine):
+        assert (apart - start_values(9)).abs().max() > 0.1
+        assert torch.allclose(apart, together, atol=1e-6)
+
+
+def rank_asks_for_a_missing_entity() -> None:
+    sharded_table(5, DIM, make_optimizer("adam"))(torch.tensor([5]))
+
+
+def test_id_outside_the_table_raises():
+    with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
+        run_world(1, rank_asks_for_a_missing_entity)
+
+
+# FBGEMM's kernels, which a GPU has
 
 
 def state_of(model: nn.Module) -> list[Rows]:
@@ -252,7 +340,7 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
     with processes("cpu") as ranks:
         checkpoints = Checkpoints(Path(folder) / kernel, ranks)
         checkpoints.load(checkpoints.names(), lambda checkpoint: state_of(model))
-    return parameters_and_states(model)
+    return parameters_and_states(own_rows(model))
 
 
 def test_fbgemm_table_with_one_row_is_saved(tmp_path):
@@ -264,10 +352,61 @@ def test_fbgemm_table_with_one_row_is_saved(tmp_path):
         assert torch.equal(results["entity.exp_avg_sq"], torch.arange(3.0))
 
 
-def rank_asks_for_a_missing_entity() -> None:
-    sharded_table(5, DIM, make_optimizer("adam"))(torch.tensor([5]))
+# The hand-rolled engine steps in a thread
 
 
-def test_id_outside_the_table_raises():
-    with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
-        run_world(1, rank_asks_for_a_missing_entity)
+def in_a_thread(asynchronous: bool) -> Tensor:
+    table = Handrolled(20, make_optimizer("adam", 0.5, "dicee"))
+    if not asynchronous:
+        table.rows._updates = None
+    for step in range(10):
+        table.group["lr"] = 0.1 * (step + 1)  # a step under way keeps the rate it started with
+        gradients = torch.randn(3, DIM, generator=torch.Generator().manual_seed(step))
+        table(torch.tensor([step, 3, dist.get_rank()])).backward(gradients)
+        table.step()
+    return whole(table)
+
+
+def test_asynchronous_step_matches_synchronous_step():
+    waited, ahead = (run_world(2, in_a_thread, flag) for flag in (False, True))
+    for one, other in zip(waited, ahead, strict=True):
+        assert torch.equal(one, other)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing_step(how: str) -> str:
+    table = Handrolled(4, make_optimizer("adam", 0.5, "dicee"))
+
+    def fail(*_):
+        raise Broken("no room")
+
+    table.rows.optimizers[0].step_part = fail
+    table(torch.tensor([1])).sum().backward()
+    table.step()  # does not raise: the thread has it
+    try:
+        {"lookup": lambda: table(torch.tensor([0])), "shard": table.rows.shard}[how]()
+    except Broken as error:
+        return str(error)
+    return "swallowed"
+
+
+@pytest.mark.parametrize("how", ["lookup", "shard"])
+def test_thread_exception_is_raised_at_next_join(how):
+    assert run_world(1, failing_step, how) == ["no room"]
+
+
+def mean_of_places() -> Tensor:
+    table = Handrolled(4, sgd(0.5), counted=True)
+    rank = dist.get_rank()
+    table(torch.tensor([2] * (rank + 1))).backward(torch.ones(rank + 1, DIM))
+    table.step()
+    return whole(table)
+
+
+def test_mean_covers_occurrences_on_all_ranks():
+    for table in run_world(2, mean_of_places):
+        moved = (start_values(4) - table)[2]
+        assert torch.allclose(moved, torch.full((DIM,), 0.25))
