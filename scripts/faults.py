@@ -98,8 +98,8 @@ logsigmoid(-margin - negative) => logsigmoid(margin - negative)
 self.options.temperature * negative.detach() => negative.detach()
 (mask.sum(1) + answers) => mask.sum(1)
 total + (smooth - low) * positives => total + smooth * positives
-order = negative.detach().masked_fill(~mask, -torch.inf) => order = negative.detach() @@
-counts.clamp(min=1) => counts @@
+order = negative.detach().masked_fill(~mask, -torch.inf) => order = negative.detach()
+counts.clamp(min=1) => counts
 [models/over_all.py: models/test_losses.py]
 .clamp(max=label_smoothing) => .clamp(max=1.0)
 return answers.share * (1 - of_answer), share / self.num_entities => return answers.share, share / self.num_entities
