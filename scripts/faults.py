@@ -90,6 +90,11 @@ return EpochShuffle(self.examples, self.plan.seed, epoch) => return EpochShuffle
 parts = range(first_step * count, => parts = range(first_step, @@ data/test_batches.py training/test_accumulation.py
 [data/shuffle.py: data/test_order.py]
 kept += block[place] >= size => kept += block[place] > size
+# training
+[training/schedules.py: training/test_schedule.py]
+return (step + 1) / self.warmup_steps => return step / self.warmup_steps
+done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps) => done = step / max(1, self.total_steps)
+return self.options.decay**epoch => return self.options.decay ** (epoch + 1)
 # models
 [models/losses.py: models/test_losses.py]
 relu(self.options.margin - positive[:, None] + negative) => relu(self.options.margin + positive[:, None] - negative)
@@ -165,6 +170,7 @@ bounds[count] = places.shape[0] => bounds[count] = places.shape[0] - 1
 [kernels/scores.py: kernels/test_scores.py]
 small = (normalizer - whole).float() => small = (normalizer - normalizer).float()
 return _LEAST => return _F(0)
+below += row[j] < threshold => below += row[j] <= threshold @@ ranking/test_counting.py
 (_F(1) if score >= 0 else small) / (_F(1) + small) => _F(1) / (_F(1) + small)
 return gradients * grad.unsqueeze(-1), None, None => return gradients, None, None
 up = (bits + np.int32(0x7FFF) + even) >> np.int32(16) => up = bits >> np.int32(16)
@@ -178,6 +184,17 @@ ids, direct = scorer.direct(relation.reshape(-1), side) => ids, direct = relatio
 drawn >= threshold => drawn < threshold
 np.float32(1 / (1 - share)) => np.float32(1)
 return dropped(grad, ctx.share, ctx.key), None, None => return dropped(grad, ctx.share, ctx.key + 1), None, None
+[kernels/ids.py: kernels/test_operators.py]
+while shift < 64 and largest >> shift: => while shift < 16: @@ data/test_batches.py -k "distinct or unique or large or deduplic"
+outside += (number < 0) | (number >= count) => outside += (number < 0) | (number > count) @@ kernels/test_operators.py -k outside_the_range
+# distributed
+[distributed/processes.py: distributed/test_processes.py -k "small_values or split_over"]
+dist.all_reduce(maxima, op=dist.ReduceOp.MAX) => dist.all_reduce(maxima, op=dist.ReduceOp.SUM)
+size = -(-count // ranks) => size = count // ranks
+error = error or remote_error => pass @@ training/test_ranks_agree.py -k errors
+(any_failed,) = processes.largest([error is not None]) => any_failed = error is not None @@ training/test_ranks_agree.py -k callback
+[distributed/dense.py: distributed/test_dense.py]
+dist.all_reduce(sums, group=self.mesh.get_group("shard")) => pass @@ training/test_exact.py -k fsdp
 # config
 [config/parser.py: test_config.py test_keys.py]
 if where and self.places.get(name): => if False:
@@ -309,8 +326,9 @@ def chosen(arguments: argparse.Namespace) -> list[Fault]:
     if arguments.unchanged:
         faults = list({fault.tests: fault for fault in faults}.values())
     if arguments.sample < len(faults):
+        only = f" --only {shlex.quote(arguments.only)}" if arguments.only else ""
         print(f"{arguments.sample} of {len(faults)} faults; to repeat: python scripts/faults.py "
-              f"--sample {arguments.sample} --seed {arguments.seed}")  # fmt: skip
+              f"--sample {arguments.sample} --seed {arguments.seed}{only}")  # fmt: skip
         faults = random.Random(arguments.seed).sample(faults, arguments.sample)
     return faults
 
