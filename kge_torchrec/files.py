@@ -139,7 +139,8 @@ def put_in_place(made: Path, target: Path, replace: bool = True) -> None:
                     old.rename(target)
                 raise
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -201,9 +201,7 @@ def test_exports_have_the_summed_vectors(tmp_path):
     exported = load_model(written).entities
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
     text = (written / "README.md").read_text("utf-8")
-    assert (
-        f"the weighted sums of {COUNT} features. The features are no part of these files." in text
-    )
+    assert f"the weighted sums of {COUNT} features." in text
 
 
 def test_races_have_all_settings(tmp_path):
