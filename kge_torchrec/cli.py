@@ -19,6 +19,7 @@ import errno
 import inspect
 import logging
 import os
+import select
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -85,6 +86,9 @@ VERBS = {
                   one_process=True),
 }  # fmt: skip
 
+STDOUT = 1
+READER_GONE = 141  # the exit code of programs that a closed pipe ends: 128 + SIGPIPE
+
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
 
@@ -104,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # kernels log when they compile
     logging.getLogger("kge_torchrec.kernels").setLevel(logging.INFO)
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()  # Python's own flush, at its exit, would print a traceback
+        return code
     except KeyboardInterrupt as error:
         if is_first_rank():
             say_error(f"kge-torchrec: {error or 'interrupted'}")
@@ -120,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1
             if not isinstance(error, OSError):
                 raise
+            if isinstance(error, BrokenPipeError) and _reader_has_gone():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still buffered
+                return READER_GONE
             message = in_words(error)
         # Rank 0 speaks for all ranks if all of them have the error.
         if is_first_rank():
@@ -127,6 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not getattr(error, "on_every_rank", False):
             say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
         return error.exit_code if isinstance(error, KGEError) else 1
+
+
+def _reader_has_gone() -> bool:
+    """Return whether stdout is a pipe that nothing reads any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

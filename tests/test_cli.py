@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from training_runs import QUIET
 
 import kge_torchrec
 import kge_torchrec.commands.predict
+import kge_torchrec.commands.show
 from kge_torchrec import commands, environment
 from kge_torchrec.cli import VERBS, main, parser_of
 from kge_torchrec.config import all_keys
@@ -72,6 +74,26 @@ def test_results_have_the_promised_shape(run):
     train = results["train"]
     assert set(train) >= {"triples_per_second", "seconds", "peak_memory_bytes"}
     assert min(train["triples_per_second"], train["seconds"], train["peak_memory_bytes"]) > 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "while it prints"])
+def test_a_reader_that_has_gone_is_no_error(run, monkeypatch, unbuffered):
+    """As in ``show RUN | head``, whether the pipe breaks in a print or in the last flush."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kge_torchrec", "show", str(run)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_closed_pipe_is_an_error(run, monkeypatch, capsys):
+    def broken(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(kge_torchrec.commands.show, "table", broken)
+    refused(capsys, ["show", str(run)], "Broken pipe")
 
 
 def test_metrics_are_logged_to_jsonl_and_tensorboard(run):

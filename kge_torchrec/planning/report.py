@@ -14,7 +14,7 @@ from kge_torchrec.planning.advice import Advice, advise
 from kge_torchrec.planning.devices import GB, parse_devices
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import find_sizes
-from kge_torchrec.tables import aligned
+from kge_torchrec.tables import aligned, seconds
 from kge_torchrec.training.run_data import check_start
 
 WHY_ROWS = (
@@ -259,14 +259,6 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     if not plans[0].is_cuda:
         rows = [[*row[:2], *row[3:]] for row in rows]
     return "\n".join([*aligned(rows), "", WHY_ROWS])
-
-
-def seconds(value: float) -> str:
-    """Return seconds in a unit that suits them: "31 ms"."""
-    for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value * 1e6:.3g} us"
 
 
 def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:

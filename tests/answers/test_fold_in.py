@@ -6,11 +6,14 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from grown_runs import featured_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, tiny_store
+from worlds import run_world
 
 from kge_torchrec import api, load_model
 from kge_torchrec.answers import AnsweringModel
@@ -210,3 +213,71 @@ def test_a_new_entity_has_the_type_of_its_facts(typed, tmp_path):
             own.predict(
                 "x", "visits", facts=[("x", "visits", "place:3"), ("user:1", "visits", "x")]
             )
+
+
+def test_many_queries_may_name_new_entities(run):
+    """Lists and tables, beside entities of the run, answer as one query each."""
+    facts, heads = FACTS + OTHERS, ["new", "e4", "also"]
+    expected = [
+        (row, head, one.label, one.score, one.known)
+        for row, head in enumerate(heads)
+        for one in run.predict(head, "r0", k=5, facts=None if head == "e4" else facts)
+    ]
+    table = run.predict(heads, "r0", k=5, facts=facts)
+    columns = ("row", "head", "tail", "score", "known")
+    assert [*zip(*(table[name].to_pylist() for name in columns), strict=True)] == expected
+    queries = pa.table({"head": heads})
+    assert run.predict(queries, "r0", k=5, facts=facts).equals(table)
+    listed = run.recommend(heads, "r0", 5, facts=facts)
+    single = run.recommend("also", "r0", 5, facts=facts)
+    assert listed["tail"].to_pylist()[-len(single) :] == [one.label for one in single]
+
+
+def of_facts(path):
+    """Answers to new entities by one query and by many."""
+    with api.open_run(path) as run:
+        table = run.predict(["new", "also", "e4"], "r0", k=9, facts=FACTS + OTHERS)
+        return (
+            run.predict("new", "r0", k=9, facts=FACTS),
+            run.predict(None, "r1", "new", 9, False, FACTS),
+            run.recommend("new", "r0", 9, exclude_known=True, facts=FACTS),
+            table.to_pylist(),
+        )
+
+
+def labels_and_scores(answers):
+    found = [[(x.label, x.known) for x in part] for part in answers[:3]]
+    found.append([(x["head"], x["tail"], x["known"]) for x in answers[3]])
+    return found, [x.score for part in answers[:3] for x in part]
+
+
+@pytest.mark.slow
+def test_every_number_of_ranks_gives_the_same(trained):
+    (one,) = run_world(1, of_facts, trained[0])
+    labels, scores = labels_and_scores(one)
+    for world_size in (2, 4):
+        for answers in run_world(world_size, of_facts, trained[0]):
+            assert labels_and_scores(answers)[0] == labels
+            assert labels_and_scores(answers)[1] == pytest.approx(scores, rel=1e-5, abs=1e-5)
+
+
+def test_a_resumed_run_answers_like_one_that_never_stopped(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    with api.train(config_of(store.path, tmp_path / "whole", train__epochs=2)) as whole:
+        expected = whole.predict("new", "r0", k=40, facts=FACTS)
+    with api.train(config_of(store.path, tmp_path / "part", train__epochs=1)) as part:
+        assert part.predict("new", "r0", k=40, facts=FACTS) != expected
+    with api.resume(tmp_path / "part", {"train.epochs": 2}) as resumed:
+        assert resumed.predict("new", "r0", k=40, facts=FACTS) == expected
+
+
+def test_a_run_with_features_takes_no_features_of_new_entities(tmp_path):
+    """Rows of known entities are sums, as in its export; a feature is no entity of a fact."""
+    facts = [("new", "r0", "e3"), ("new", "r1", "e2")]
+    with api.open_run(featured_run()) as run:
+        answers = run.predict("new", "r0", k=99, facts=facts)
+        assert len(answers) == run.model.num_entities
+        exported = load_model(run.export(tmp_path / "export"))
+        assert exported.predict("new", "r0", k=99, facts=facts) == answers
+        with pytest.raises(DataError, match="neither 'new' nor 'kind 1'"):
+            run.predict("new", "r0", facts=[("new", "r0", "kind 1")])
