@@ -92,9 +92,20 @@ parts = range(first_step * count, => parts = range(first_step, @@ data/test_batc
 kept += block[place] >= size => kept += block[place] > size
 # training
 [training/schedules.py: training/test_schedule.py]
+math.floor(fallen + 1e-9) => math.ceil(fallen - 1e-9)
 return (step + 1) / self.warmup_steps => return step / self.warmup_steps
 done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps) => done = step / max(1, self.total_steps)
 return self.options.decay**epoch => return self.options.decay ** (epoch + 1)
+[training/averaging.py: training/test_averaging.py]
+(1 + self.count) / (10 + self.count) => 1 / (10 + self.count) @@ training/test_averaging.py -k oracle
+one.copy_(other) => other.copy_(one) @@ training/test_averaging.py -k every_use
+[training/state.py: training/test_schedule.py -k "progress or better"]
+return value < best * (1 - threshold) => return value < best * (1 + threshold)
+self.plateau_best, self.plateau_wait = value, 0 => self.plateau_wait = 0
+[training/checkpoint_files.py: training/test_checkpoint_storage.py -k "piece or invalid or any_program"]
+zlib.crc32(bytes_of(rows)) != checksum => False
+[training/step.py: training/test_exact.py]
+overflow = not reduced(finite, dist.ReduceOp.MIN) => overflow = not finite @@ training/test_precision.py -k overflow_skips
 # models
 [models/losses.py: models/test_losses.py]
 relu(self.options.margin - positive[:, None] + negative) => relu(self.options.margin + positive[:, None] - negative)
