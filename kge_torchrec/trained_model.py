@@ -27,7 +27,7 @@ from kge_torchrec.config.checks import check
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
-from kge_torchrec.data.types import Ends, Vocabularies
+from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
@@ -74,7 +74,6 @@ class TrainedModel:
     Attributes:
         scorer: The scorer.
         shard: The entity rows of this rank.
-        labels: The vocabularies.
         store: The data.
         processes: The ranks.
         calibration: Turns scores into probabilities; None if the model is not calibrated.
@@ -88,7 +87,6 @@ class TrainedModel:
 
     scorer: Scorer
     shard: EntityShard
-    labels: Vocabularies
     store: TripleStore
     processes: Processes = ALONE
     calibration: Probabilities | None = None
@@ -101,15 +99,15 @@ class TrainedModel:
     # The newest sets of candidates, which copies of the model share.
     _candidates: dict[tuple[str | None, ...], Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def entity_labels(self) -> Vocabulary:
-        """Entity labels and ids, read on first use."""
-        return self.labels.entities
+        """Entity labels and ids, those of folded-in entities included."""
+        return self.store.entities
 
     @property
     def relation_labels(self) -> Vocabulary:
-        """Relation labels and ids, read on first use."""
-        return self.labels.relations
+        """Relation labels and ids."""
+        return self.store.relations
 
     @property
     def num_entities(self) -> int:

@@ -51,7 +51,6 @@ def model_of(
         scorer,
         whole,
         labels,
-        labels,
         description={"model": asdict(config), "reciprocal": reciprocal},
     )
 

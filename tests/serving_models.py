@@ -17,4 +17,4 @@ def model_of(store):
     torch.manual_seed(0)
     torch.nn.init.normal_(scorer.relations)
     shard = EntityShard(torch.randn(N, D), 0, N, replicated=True)
-    return AnsweringModel(scorer, shard, store, store)
+    return AnsweringModel(scorer, shard, store)

@@ -123,10 +123,9 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
     count, total = model.num_entities, model.num_entities + len(facts)
     config, ends = _config_of(model), model.ends
     entities = _WithLabels(model.entity_labels, [own.label for own in facts])
-    labels = _Labels(entities, model.relation_labels)
     if ends is not None:
         types = np.stack([_possible_types(ends, own) for own in facts])
-        ends = ends.with_entities(types, labels)
+        ends = ends.with_entities(types, entities)
     rows = torch.stack([solved(model, config, own) for own in facts])
     triples = np.concatenate([
         np.where(own.triples < 0, count + number, own.triples) for number, own in enumerate(facts)
@@ -136,7 +135,7 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
     }
     folded = copy.copy(model)  # shares the candidates that the model keeps
     folded.shard = _WithRows(**vars(model.shard), new=rows.to(model.shard.device))
-    folded.labels, folded.ends = labels, ends
+    folded.entity_labels, folded.ends = entities, ends
     folded.facts = FilterIndex([index], total, model.num_relations)
     return folded
 
@@ -376,8 +375,3 @@ class _WithLabels(Vocabulary):
         is_new = ids >= len(self)
         old = super().take(np.where(is_new, 0, ids))
         return pc.if_else(is_new, self.new.take(pa.array((ids - len(self)).clip(0))), old)
-
-
-class _Labels(NamedTuple):
-    entities: Vocabulary
-    relations: Vocabulary

@@ -11,11 +11,9 @@ Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -171,40 +169,30 @@ def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
     return runs
 
 
-class Vocabularies(Protocol):
-    """The labels of a store or an export. Each is read when needed."""
-
-    @property
-    def entities(self) -> Vocabulary:
-        """Entity labels and ids."""
-
-    @property
-    def relations(self) -> Vocabulary:
-        """Relation labels and ids."""
-
-
 class Ends:
     """Which types stand at the ends of each relation; candidates of these types.
 
     Args:
-        labels: The labels of entities and relations, of which every entity has one type.
-        description: ``description`` of other ends, such as an export has it.
+        store: A typed store.
     """
 
     label = "entities of the types that the relation has on that side"
 
-    def __init__(self, labels: Vocabularies, description: Mapping[str, Any]):
-        self.description, self._labels = description, labels
-        self.names: list[str] = description["names"]
-        self._bounds = np.array(description["bounds"], np.int64)
+    def __init__(self, store: TripleStore):
+        types = EntityTypes.find(None, store)
+        self.names: list[str] = types.names.to_pylist()
+        self._entities, self._relations = store.entities, store.relations
+        # Where each run of ids with one type starts, and N.
+        self._bounds = np.flatnonzero(np.diff(types.types, prepend=-1, append=-1))
         self._more = np.empty((0, len(self.names)), bool)  # possible types of ids from N on
-        self._type_of_run = np.array(description["runs"], np.int64)
-        relations = labels.relations.array.to_pylist()
+        self._type_of_run = types.types[self._bounds[:-1]].astype(np.int64)
+        ends = store.report["types"]["ends"]  # pairs of types by relation
+        relations = store.relations.array.to_pylist()
         shape = len(relations), len(self.names)
         self._allowed = {side: np.zeros(shape, bool) for side in SIDES}
         for relation, label in enumerate(relations):
             # A relation that train does not have may have any ends.
-            for pair in description["ends"].get(label) or ([name, name] for name in self.names):
+            for pair in ends.get(label) or ([name, name] for name in self.names):
                 for side, name in zip(SIDES, pair, strict=True):
                     self._allowed[side][relation, self.names.index(name)] = True
         self._sets = {
@@ -213,29 +201,19 @@ class Ends:
         }
 
     @classmethod
-    def of(cls, store: TripleStore | None) -> Ends | None:
-        """Return the ends by a store; None without a store, or without one type per entity."""
-        if store is None or not store.size.typed:
-            return None
-        types = EntityTypes.find(None, store)
-        bounds = np.flatnonzero(np.diff(types.types, prepend=-1, append=-1))
-        description = {
-            "names": types.names.to_pylist(),
-            "bounds": bounds.tolist(),  # where each run of ids with one type starts, and N
-            "runs": types.types[bounds[:-1]].tolist(),  # its type
-            "ends": store.report["types"]["ends"],  # pairs of types by relation
-        }
-        return cls(store, description)
+    def of(cls, store: TripleStore) -> Ends | None:
+        """Return the ends by a store; None without one type per entity."""
+        return cls(store) if store.size.typed else None
 
-    def with_entities(self, types: np.ndarray, labels: Vocabularies) -> Ends:
+    def with_entities(self, types: np.ndarray, entities: Vocabulary) -> Ends:
         """Return the ends of a graph with more entities, behind the others.
 
         Args:
             types: (U, K) bool, the possible types of each.
-            labels: The labels, those of the new entities included.
+            entities: The labels, those of the new entities included.
         """
         more = copy.copy(self)
-        more._more, more._labels = types, labels
+        more._more, more._entities = types, entities
         return more
 
     def kinds(self, side: Side, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -290,6 +268,6 @@ class Ends:
                 types = np.flatnonzero(self._more[entity - self._bounds[-1]])
                 own = " or ".join(self.names[k] for k in types)
             raise DataError(
-                f"the {side} {self._labels.entities[entity]!r} is a {own}; "
-                f"{self._labels.relations[relation]!r} has a {' or '.join(right)} as its {side}"
+                f"the {side} {self._entities[entity]!r} is a {own}; "
+                f"{self._relations[relation]!r} has a {' or '.join(right)} as its {side}"
             )

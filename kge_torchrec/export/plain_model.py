@@ -64,7 +64,6 @@ def load_model(path: str | Path, allow_imports: Sequence[str] = ()) -> Answering
         scorer,
         shard,
         store,
-        store,
         calibration=Calibration.read(path),
         path=path,
         description=description,

@@ -117,7 +117,7 @@ def export_run(
         scorer = build_scorer(config.model, store.num_relations)
         scorer.load_state_dict(parameters)
         whole = EntityShard(rows, 0, len(rows), replicated=True)
-        alone = TrainedModel(scorer.eval(), whole, store, store)
+        alone = TrainedModel(scorer.eval(), whole, store)
         if format == "vectors":
             description["vectors"] = write_vectors(folder.partial, alone, relation)
         else:

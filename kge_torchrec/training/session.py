@@ -110,7 +110,7 @@ def load_trained(
     progress = checkpoints.load(checkpoints.order(which), rows_of).progress
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
-    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path, config=config)
+    model = TrainedModel(scorer, shard, store, processes, path=folder.path, config=config)
     return model, progress, config
 
 
@@ -157,7 +157,7 @@ class Session:
         if self.disk is None:
             shard = entity_vectors(shard, self.features)
         self._model = TrainedModel(
-            self.scorer, shard, self.store, self.store, processes, hides_bars=not self.show
+            self.scorer, shard, self.store, processes, hides_bars=not self.show
         )
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint

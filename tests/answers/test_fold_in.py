@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_row(run, query):
     number = int(model.entity_ids("e30"))
     rows[number] = folded.rows(folded.entity_ids("new"))
     swapped = replace(model.shard, rows=rows)
-    twin = AnsweringModel(model.scorer, swapped, model.labels, model.store)
+    twin = AnsweringModel(model.scorer, swapped, model.store)
     own = run.predict(**query, relation="r1", k=30, facts=FACTS)
     others = {"e30" if part == "new" else part for part in query.values()}
     expected = twin.predict(**dict.fromkeys(query, *others), relation="r1", k=40)

@@ -44,7 +44,7 @@ def test_nearest_matches_hand_computation(name, biases, metric):
     assert metric_of(scorer) == metric
     table = torch.randn(N, dim + columns, generator=torch.Generator().manual_seed(1))
     labels = Vocabulary(pa.array([f"e{i}" for i in range(N)], pa.large_string()), "entity")
-    model = TrainedModel(scorer, whole(table), *[SimpleNamespace(entities=labels)] * 2)
+    model = TrainedModel(scorer, whole(table), SimpleNamespace(entities=labels))
     with torch.no_grad():
         points = scorer.eval().entity(table)[:, :dim]
     scores = BY_HAND[metric](points[5], points)

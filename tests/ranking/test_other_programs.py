@@ -93,7 +93,7 @@ def ours(tmp_path_factory) -> Ours:
             for parameter in scorer.parameters():  # as many rows more if there are inverses
                 parameter.copy_(torch.from_numpy(relations).repeat(len(parameter) // 3, 1))
         rows = small.entity_rows(store.entities.array.to_pylist(), scores == "untied")
-        return TrainedModel(scorer, whole(torch.from_numpy(rows)), store, store)
+        return TrainedModel(scorer, whole(torch.from_numpy(rows)), store)
 
     models = {(s, drop): model(s, drop) for s in ("tied", "untied") for drop in (False, True)}
 

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -110,10 +109,8 @@ def test_labels_with_a_prefix_are_served(client, store):
 def test_labels_of_any_characters_are_served(model):
     labels = ["\u202eevil\x9b2J\x1b", "İstanbul", *(f"e{i}" for i in range(2, N))]
     entities = Vocabulary(pa.array(labels, pa.large_string()), "entity")
-    model = replace(
-        model,
-        labels=SimpleNamespace(entities=entities, relations=model.relation_labels),
-    )
+    model = replace(model)
+    model.entity_labels = entities
     with TestClient(create_app(model, "evil")) as client:
         assert client.get("/entities").json()["labels"] == labels
         unknown = client.get("/nearest", params={"entity": f"{labels[0]}x"})
