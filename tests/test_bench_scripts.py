@@ -50,9 +50,11 @@ def test_the_server_is_measured(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     serving = [*kge, "serve", str(tmp_path / "run"), "--port", port]
-    with subprocess.Popen(serving, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        next(line for line in server.stderr if port in line)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    alone = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(serving, cwd=ROOT, env=alone, **pipe) as server:
+        assert server.stdout is not None
+        assert any(port in line for line in server.stdout)
         query = "/predict?head=Austria&relation=borders"
         few = ["--clients", "2", "--requests", "3", "--half-sent", "3", "--wait", "0.1"]
         script = [sys.executable, str(ROOT / "scripts" / "bench_server.py")]

@@ -54,6 +54,7 @@ try:
     import optuna
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import FrozenTrial, Trial, TrialState
+    from sqlalchemy import create_engine
     from sqlalchemy.exc import SQLAlchemyError
 
     from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
@@ -147,6 +148,9 @@ def make_study(
     own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
     if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
+    if storage is not None and not file.is_file():
+        with _storage_errors(storage):
+            create_engine(storage)  # connects to nothing, so a wrong URL leaves no folder
     path.mkdir(parents=True, exist_ok=True)
     base = replace(config, run=replace(config.run, dir=None, resume="never"))
     given = {"config": base.to_dict(), "search space": ranges, "way of dropping trials": halving}
@@ -368,7 +372,7 @@ class Study:
 def _storage(url: str) -> RDBStorage:
     """Open a storage, and create its tables if it is new; one process does so at a time."""
     waits = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
-    try:
+    with _storage_errors(url):
         return RDBStorage(
             url,
             engine_kwargs=waits,
@@ -376,6 +380,12 @@ def _storage(url: str) -> RDBStorage:
             grace_period=GRACE,
             heartbeat_stale_trial_callback=_again,
         )
+
+
+@contextmanager
+def _storage_errors(url: str) -> Iterator[None]:
+    try:
+        yield
     except SQLAlchemyError as error:
         raise ConfigError(f"storage: {url} cannot be opened: {first_line(error)}") from None
     except ImportError as error:
