@@ -42,8 +42,8 @@ def test_two_processes_match_one(tmp_path, program):
     assert ended.stdout.count("run folder: ") == 1
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     assert two["train"]["world_size"] == 2
-    for side, ties in one.results["test"].items():
-        for kind, values in ties.items():
+    for side in ("head", "tail", "both"):
+        for kind, values in one.results["test"][side].items():
             assert two["test"][side][kind]["mrr"] == pytest.approx(values["mrr"], abs=1e-4)
 
 
