@@ -390,7 +390,7 @@ def _storage_errors(url: str) -> Iterator[None]:
         raise ConfigError(f"storage: {url} cannot be opened: {first_line(error)}") from None
     except ImportError as error:
         raise ConfigError(
-            f"storage: {url} needs a driver: {error.__cause__}; for PostgreSQL "
+            f"storage: {url} needs a driver: {error.__cause__ or error}; for PostgreSQL "
             "`pip install 'psycopg[binary]'` and write postgresql+psycopg://HOST/DATABASE"
         ) from None
 
