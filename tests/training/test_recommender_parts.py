@@ -112,6 +112,8 @@ def test_gradient_of_a_large_corrected_batch_is_that_of_the_full_softmax():
 
 def test_temperature_divides_the_score_before_the_correction():
     warm, cold = (SCORERS["operator"](2, 4, temperature=t) for t in (1.0, 0.25))
+    for values in warm.parameters():  # a new scorer's are memory as it was
+        torch.nn.init.normal_(values)
     cold.load_state_dict(warm.state_dict())
     anchor, rows = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
     relation = torch.zeros(1, 3, dtype=torch.int64)
