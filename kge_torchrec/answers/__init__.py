@@ -25,7 +25,13 @@ from kge_torchrec.answers.queries import (
     predictions,
     recommended,
 )
-from kge_torchrec.answers.tables import answer_table, is_many, is_table, score_table
+from kge_torchrec.answers.tables import (
+    UNUSED_FACTS,
+    answer_table,
+    is_many,
+    is_table,
+    score_table,
+)
 from kge_torchrec.config import ConfigError, DataConfig
 from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.tables import InMemory
@@ -128,7 +134,7 @@ class Answering:
             for part, ids_of in zip(query, lookups, strict=True)
         ]
         if facts is not None and max(ids[0], ids[2]) < model.num_entities:
-            raise ConfigError("facts have no effect: the query has no entity of theirs")
+            raise ConfigError(UNUSED_FACTS)
         return predictions(model, missing, torch.tensor([ids]), choice)[0]
 
     def _with(self, facts: InMemory | str | Path | None) -> TrainedModel:
@@ -238,7 +244,7 @@ class Answering:
             raise ConfigError("recommend: name the relation, such as visits")
         ids = [int(model.entity_ids(head)), int(model.relation_ids(relation)), 0]
         if facts is not None and ids[0] < model.num_entities:
-            raise ConfigError("facts have no effect: the query has no entity of theirs")
+            raise ConfigError(UNUSED_FACTS)
         return predictions(model, "tail", torch.tensor([ids]), choice)[0]
 
     def recommend_file(

@@ -34,6 +34,8 @@ from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import TrainedModel
 
+UNUSED_FACTS = "facts have no effect: no query has an entity of theirs"
+
 
 def is_table(value: Any) -> bool:
     """Return whether a value is an Arrow table or a data frame, such as of pandas or polars."""
@@ -67,7 +69,12 @@ def answer_table(
         batches = _queries_in(model, parts, columns, missing)
     else:
         batches = _queries_of(model, parts)
-    found = [answer_rows(model, batch, answers_to(model, batch, choice)) for batch in batches]
+    found, uses_facts = [], model.facts is None
+    for batch in batches:
+        uses_facts |= bool((batch.ids[:, [0, 2]] >= model.num_entities).any())
+        found.append(answer_rows(model, batch, answers_to(model, batch, choice)))
+    if not uses_facts:
+        raise ConfigError(UNUSED_FACTS)
     return _result(model, source, found, "queries")
 
 

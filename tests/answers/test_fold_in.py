@@ -231,6 +231,10 @@ def test_many_queries_may_name_new_entities(run):
     listed = run.recommend(heads, "r0", 5, facts=facts)
     single = run.recommend("also", "r0", 5, facts=facts)
     assert listed["tail"].to_pylist()[-len(single) :] == [one.label for one in single]
+    for heads in ("e4", ["e4", "e5"]):
+        for ask in (run.predict, run.recommend):
+            with pytest.raises(ConfigError, match="facts have no effect"):
+                ask(heads, "r0", k=5, facts=facts)
 
 
 def of_facts(path):
