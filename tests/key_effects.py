@@ -40,9 +40,8 @@ def make_graphs(folder: Path) -> Path:
     extend_store(
         store, {"train": [("new", "r0", "e1"), ("e2", "other", "new")]}, folder / "extended"
     )
-    for name, width in (("vectors", 8), ("wide", 11)):
-        np.save(folder / f"{name}.npy", np.random.default_rng(0).normal(size=(20, width)))
-        (folder / f"{name}.txt").write_text("".join(f"e{i}\n" for i in range(20)))
+    np.save(folder / "vectors.npy", np.random.default_rng(0).normal(size=(20, 8)))
+    (folder / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(20)))
     lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
     (folder / "single.tsv").write_text("".join(lines))
     timed = ["\t".join(triple) for triple in random_triples(20, 2, 60)]

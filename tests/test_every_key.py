@@ -122,8 +122,6 @@ CASES = [
     case("model.biases", False, True, "start_of_table", "start_of_scorer", "table"),
     *(case(f"model.dropout.{key}", 0.0, 0.5, "table", "scorer") for key in ("entity", "relation")),
     case("model.init_from", "{graphs}/vectors.npy", None, "table"),
-    case("model.init_options.width", "random", "pca", "table",
-         model__init_from="{graphs}/wide.npy"),
     case("model.init_options.frozen", False, True, "table",
          model__init_from="{graphs}/vectors.npy"),
     case("model.dropout.input", 0.0, 0.5, "table", "scorer"),

@@ -41,9 +41,6 @@ class Dropout(Section, prefix="model.dropout."):
 class Vectors(Section, prefix="model.init_options."):
     """Options of ``model.init_from``."""
 
-    width: Literal["refuse", "random", "pca"] = key("refuse", acts=_FROM_VECTORS, resume=INITIAL)
-    """Vectors whose width is not model.dim: refuse them; project them by a random orthonormal
-    matrix (random) or onto principal components (pca)."""
     frozen: bool = key(False, acts=_FROM_VECTORS, resume=INITIAL)
     """Keep entities of model.init_from at their initial values."""
 

@@ -7,9 +7,8 @@
 Rows whose label is new keep the initial values that they have, and their optimizer state is zero.
 Each rank reads the rows that it needs, and no rank holds a whole table.
 
-Vectors may have another width than rows here, see ``projection``.  Entities of a run may have
-features.  Where entities of the new run have features too, rows of entities and of features start
-from those of the run; otherwise entities start from its sums.
+Entities of a run may have features.  Where entities of the new run have features too, rows of
+entities and of features start from those of the run; otherwise entities start from its sums.
 
 Shapes: N entities, F features, R relations, M rows of the source with W elements each, m of them at
 a time, D elements of an entity's vector here.
@@ -17,7 +16,7 @@ a time, D elements of an entity's vector here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,6 @@ from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import (
-    ROWS,
     check_finite,
     nothing_in_common,
     numbers_of,
@@ -52,7 +50,6 @@ from kge_torchrec.training.checkpoints import (
     Checkpoints,
     NonFiniteParameters,
 )
-from kge_torchrec.training.projection import Projection, orthonormal, principal
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import TABLE, Session
@@ -270,11 +267,6 @@ class _Source:
     numbers: RowMap
     pieces: PiecesOf
 
-    @cached_property
-    def known(self) -> np.ndarray:
-        """The numbers of the vectors that the new run has rows for, ascending."""
-        return np.sort(self.numbers.entities[self.numbers.entities >= 0])
-
 
 def _start_from(session: Session, path: str) -> None:
     """Replace random rows by those of a file, or of the folder or URL of a run.  Collective."""
@@ -288,28 +280,23 @@ def _start_from(session: Session, path: str) -> None:
         relations = _start_scorer(session, folder, checkpoint, source.numbers)
     else:
         source = on_all_ranks(ranks, lambda: _of_file(session, folder.path))
-    project, how = on_first_rank(ranks, lambda: _projection(session, source))
-
-    def projected(name: str, wanted: np.ndarray) -> Pieces:
-        if project is None:
-            yield from source.pieces(name, wanted)
-            return
-        for first, rows, here in _some(source):
-            vectors = torch.zeros(len(rows), project.matrix.shape[1])
-            vectors[here] = torch.from_numpy(project(rows[here]))
-            yield first, vectors
-
-    width = source.width if project is None else project.matrix.shape[1]
-    table = [
-        own._replace(local=own.local[:, :width]) for own in session.rows() if own.name == TABLE
-    ]
-    _fill(session, table, source.numbers, projected)
+    scorer, width = session.scorer, source.width
+    wanted = scorer.row_dim - scorer.zero_columns
+    if width not in (scorer.row_dim, wanted):
+        raise ConfigError(
+            f"model.init_from: the vectors of {source.path} have dim {width}, but entities here "
+            f"have dim {wanted}; set model.dim to {width + scorer.zero_columns}, or project the "
+            f"vectors to {wanted} elements first"
+        )
+    rows = session.rows()
+    table = [own._replace(local=own.local[:, :width]) for own in rows if own.name == TABLE]
+    _fill(session, table, source.numbers, source.pieces)
     starts = source.numbers.entities[: session.store.num_entities] >= 0
     if model.init_options.frozen:
         on_first_rank(ranks, lambda: session.folder.save_frozen(starts))
     count, drawn = int(starts.sum()), int((~starts).sum())
     say(
-        f"model.init_from {source.path}: {count:,} of {len(starts):,} entities start from it{how}"
+        f"model.init_from {source.path}: {count:,} of {len(starts):,} entities start from it"
         + (f", {drawn:,} are drawn" if drawn else "")
         + relations
     )
@@ -370,40 +357,6 @@ def _start_scorer(
     _fill(session, rows, numbers, checkpoint.rows)
     known = int((numbers.relations >= 0).sum())
     return f"; {known:,} of {len(numbers.relations):,} relations as well"
-
-
-def _projection(session: Session, source: _Source) -> tuple[Projection | None, str]:
-    """Return how vectors become rows of this run, if they have another width; say it.
-
-    Raises:
-        ConfigError: model.init_options.width refuses it, or has no such projection.
-    """
-    scorer, config, width = session.scorer, session.config, source.width
-    wanted, how = scorer.row_dim - scorer.zero_columns, config.model.init_options.width
-    if width in (scorer.row_dim, wanted):
-        return None, ""
-    if how == "refuse":
-        raise ConfigError(
-            f"model.init_from: the vectors of {source.path} have dim {width}, but entities here "
-            f"have dim {wanted}; set model.dim to {width + scorer.zero_columns}, or project the "
-            "vectors with --model.init_options.width random or pca"
-        )
-    said = f" (dim {width} projected to {wanted}, {how})"
-    if how == "random":
-        return orthonormal(config.seed, width, wanted), said
-    vectors = (rows[here] for _, rows, here in _some(source))
-    return principal(vectors, width, wanted), said
-
-
-def _some(source: _Source) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield some thousand vectors (m, W) at a time: the first, all, and which ones are known."""
-    known = source.known
-    for start, piece in source.pieces(TABLE, known):
-        for first in range(start, start + len(piece), ROWS):
-            rows = piece[first - start :][:ROWS].float().numpy()
-            low, high = np.searchsorted(known, [first, first + len(rows)])
-            if low < high:
-                yield first, rows, known[low:high] - first
 
 
 # Rows that no step changes

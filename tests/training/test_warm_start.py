@@ -82,47 +82,11 @@ def rank_starts(cases: list[dict]) -> list[dict]:
 
 
 def test_initial_vectors_do_not_depend_on_ranks(tmp_path):
-    file = str(write(tmp_path, ".npy", some_vectors(12)))
-    inputs = {"model__init_from": file}
-    cases = [{**inputs, "model__init_options__width": how} for how in ("random", "pca")]
-    cases.append(
-        {**inputs, "model__init_options__width": "random", "entities__engine": "handrolled"}
-    )
+    inputs = {"model__init_from": str(write(tmp_path, ".npy", some_vectors()))}
+    cases = [inputs, {**inputs, "entities__engine": "handrolled"}]
     ones, twos = (run_world(ranks, rank_starts, cases)[-1] for ranks in (1, 2))
     for one, two in zip(ones, twos, strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-def test_projections_match_their_definition(tmp_path):
-    ids, known = places()
-    wide = some_vectors(40)
-    inputs = {"model__init_from": str(write(tmp_path, ".npy", wide)), "model__biases": True}
-    wide = wide[known].astype(np.float64)
-
-    def rows(how: str) -> np.ndarray:
-        table = start({**inputs, "model__init_options__width": how, "model__dim": 18})["entities"][
-            ids
-        ]
-        assert (table[:, 16:] == 0).all()  # biases
-        return table[:, :16].double().numpy()
-
-    results = rows("random")
-    matrix = np.linalg.lstsq(wide, results, rcond=None)[0] if len(wide) >= 40 else None
-    lengths = np.linalg.norm(results, axis=1) / np.linalg.norm(wide, axis=1)
-    assert matrix is None
-    assert 0.9 < lengths.mean() < 1.1
-    centred = wide - wide.mean(0)
-    _, values, components = np.linalg.svd(centred, full_matrices=False)
-    expected, results = centred @ components[:16].T, rows("pca")
-    assert np.abs(np.abs(results) - np.abs(expected)).max() < 1e-3  # but for the sign of columns
-    assert np.allclose(results.var(0), values[:16] ** 2 / len(wide), rtol=1e-3)
-    narrow = some_vectors(6)
-    file = write(tmp_path, ".npy", narrow)
-    results = start({"model__init_from": str(file), "model__init_options__width": "random"})[
-        "entities"
-    ][ids]
-    narrow = torch.from_numpy(narrow[known])
-    assert torch.allclose(results @ results.T, narrow @ narrow.T, atol=1e-5)  # an isometry
 
 
 def test_frozen_vectors_stay_after_resume(tmp_path):
@@ -186,8 +150,6 @@ def broken(folder: Path, what: str) -> tuple[Path, str]:
         return write(folder, ".npy", table), "vector of 'e27' .number 4. holds NaN"
     if what == "width":
         return write(folder, ".npy", some_vectors(6)), "have dim 6, but entities here have dim 8"
-    if what == "narrow":
-        return write(folder, ".npy", some_vectors(6)), "vectors of dim 6 have no 8 principal"
     if what == "twice":
         labels[4] = "e30"
         return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"
@@ -210,7 +172,7 @@ def broken(folder: Path, what: str) -> tuple[Path, str]:
     return folder / "empty", "looked for a run, an export or one of"
 
 
-PROBLEMS = ("nan", "width", "narrow", "twice", "foreign", "labels", "ragged", "no labels",
+PROBLEMS = ("nan", "width", "twice", "foreign", "labels", "ragged", "no labels",
             "format", "folder")  # fmt: skip
 
 
@@ -218,11 +180,8 @@ PROBLEMS = ("nan", "width", "narrow", "twice", "foreign", "labels", "ragged", "n
 def test_invalid_vectors_are_rejected(tmp_path, what):
     file, message = broken(tmp_path, what)
     inputs = {"model__init_from": str(file)}
-    if what == "narrow":
-        inputs["model__init_options__width"] = "pca"
-    config = config_of(small_store(), tmp_path / "run", **inputs)
     with pytest.raises(KGEError, match=message):
-        api.train(config)
+        api.train(config_of(small_store(), tmp_path / "run", **inputs))
     assert not (tmp_path / "run").exists()
 
 
