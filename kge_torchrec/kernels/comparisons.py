@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -78,7 +79,7 @@ class EachPair(Comparison):
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         parts = [query] if isinstance(query, Tensor) else query
         rows = rows if index is None else pick(rows, index)
-        return pairwise(self.score, parts, [rows], sum(x.shape[-1] for x in parts))
+        return pairwise(self.score, parts, [rows], sum(prod(x.shape[2:]) for x in parts))
 
 
 class InnerProduct(Comparison):

@@ -15,7 +15,7 @@ Shapes: C chunks, b queries, K candidates, D elements (D/2 complex numbers) per 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -65,36 +65,35 @@ in_memory = operator(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, *inputs: Tensor) -> Tensor:
-        value, known = _kernel(_value, kind, inputs[0])(kind, *inputs)
+        value, known = _computed(_value, (kind,), *inputs)
         ctx.save_for_backward(known, *inputs)
         ctx.kind = kind
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        known, *inputs = ctx.saved_tensors
-        gradients = _GRADIENTS[: len(inputs)]
-        kernels = (_kernel(gradient, ctx.kind, inputs[0]) for gradient in gradients)
-        return None, *(kernel(ctx.kind, grad, known, *inputs) for kernel in kernels)
+        tensors = grad, *ctx.saved_tensors
+        of_inputs = (_computed(_gradient, (ctx.kind, i), *tensors) for i in range(len(tensors) - 2))
+        return None, *of_inputs
 
 
-def _kernel(formula: Callable[..., Any], kind: Kind, query: Tensor) -> Callable[..., Any]:
-    """Return the formula, compiled; inside compiled code, the formula itself."""
+def _computed(formula: Callable[..., Any], choices: tuple[Any, ...], *tensors: Tensor) -> Any:
+    """Run a formula as a kernel; inside compiled code it becomes a part of that."""
     if torch.compiler.is_compiling():
-        return formula
-    if query.device.type == "meta":
-        return partial(_planned, formula)
-    return _compiled(formula, kind, query.dtype)
+        return formula(*choices, *tensors)
+    if tensors[0].is_meta:
+        return _planned(formula, choices, *tensors)
+    return _compiled(formula, choices, tensors[0].dtype)(*choices, *tensors)
 
 
 @cache
-def _compiled(formula: Any, kind: Kind, dtype: torch.dtype) -> Callable[..., Any]:
-    """Compile a formula for one kind and dtype, from a code object of its own.
+def _compiled(formula: Any, choices: tuple[Any, ...], dtype: torch.dtype) -> Callable[..., Any]:
+    """Compile a formula for one kind, input and dtype, from a code object of its own.
 
     torch counts recompilations by code object and runs eagerly after the eighth, with all pairs in
     memory. A process that tunes several distances would get there.
     """
-    code = formula.__code__.replace(co_name=f"{formula.__name__}_{kind}")
+    code = formula.__code__.replace(co_name="_".join(map(str, (formula.__name__, *choices))))
     return torch.compile(FunctionType(code, formula.__globals__, None, formula.__defaults__))
 
 
@@ -113,13 +112,12 @@ GRADIENT_OF_PAIRS = operator(
 ).overloadpacket
 
 
-def _planned(formula: Callable[..., Any], kind: Kind, *args: Tensor) -> Any:
+def _planned(formula: Callable[..., Any], choices: tuple[Any, ...], *tensors: Tensor) -> Any:
     """Return the formula's results on the meta device, by the operations above."""
-    if formula is not _value:
-        grad, _, *inputs = args
-        return GRADIENT_OF_PAIRS(grad, inputs[_GRADIENTS.index(formula)])
-    value = VALUE_OF_PAIRS(*args[:2])
-    return value, value if kind == "euclidean" else None
+    if formula is _gradient:
+        return GRADIENT_OF_PAIRS(tensors[0], tensors[2 + choices[1]])
+    value = VALUE_OF_PAIRS(*tensors[:2])
+    return value, value if choices == ("euclidean",) else None
 
 
 def _difference(query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
@@ -150,53 +148,32 @@ def _value(
     return value, value
 
 
-# The gradients of queries (C, b, D), rows (C, K, D) and maps (C, b, D), from those of the distances
-# (C, b, K) and what ``_value`` knows of each pair. Those of rows and maps have differences of the
-# opposite sign: Inductor would keep differences that several gradients share.
-
-
-def _gradient_of_query(
+def _gradient(
     kind: Kind,
+    i: int,
     grad: Tensor,
     known: Tensor | None,
     query: Tensor,
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
-    return _summed(kind, grad, known, _difference(query, rows, maps), 2)
+    """Return the gradient of an input: query (C, b, D), rows (C, K, D) or maps (C, b, D).
 
+    Those of rows and maps have differences of the opposite sign: Inductor would keep differences
+    that several gradients share.
 
-def _gradient_of_rows(
-    kind: Kind,
-    grad: Tensor,
-    known: Tensor | None,
-    query: Tensor,
-    rows: Tensor,
-    maps: Tensor | None = None,
-) -> Tensor:
-    difference = -_difference(query, rows, maps)
-    factor = None if maps is None else maps[:, :, None]
-    return _summed(kind, grad, known, difference, 1, factor)
-
-
-def _gradient_of_maps(
-    kind: Kind, grad: Tensor, known: Tensor | None, query: Tensor, rows: Tensor, maps: Tensor
-) -> Tensor:
-    return _summed(kind, grad, known, -_difference(query, rows, maps), 2, rows[:, None])
-
-
-_GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
-
-
-def _summed(
-    kind: Kind,
-    grad: Tensor,
-    known: Tensor | None,
-    difference: Tensor,
-    dim: int,
-    factor: Tensor | None = None,
-) -> Tensor:
-    """Sum the gradients by the differences (C, b, K, D), times a factor if any, over b or K."""
+    Args:
+        kind: The distance.
+        i: Number of the input.
+        grad: (C, b, K), the gradients of the distances.
+        known: What ``_value`` knows of each pair.
+        query: (C, b, D).
+        rows: (C, K, D).
+        maps: (C, b, D) or None.
+    """
+    difference, dim = _difference(query, rows, maps), 1 if i == 1 else 2
+    if i > 0:
+        difference = -difference
     if kind == "moduli":
         # Both parts share a value that is computed from four others, without the factor of grad.
         moduli = _moduli(difference)
@@ -209,4 +186,6 @@ def _summed(
     else:
         assert known is not None  # of "euclidean": 0 where rows are equal, as in torch.cdist
         gradients = torch.where(known > 0, grad / known, 0)[..., None] * difference
-    return (gradients if factor is None else gradients * factor).sum(dim)
+    if maps is not None and i > 0:
+        gradients = gradients * (maps[:, :, None] if i == 1 else rows[:, None])
+    return gradients.sum(dim)

@@ -93,7 +93,7 @@ class LogSums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradients,) = ctx.saved_tensors
-        return gradients * grad.unsqueeze(-1), None, None
+        return gradients.mul_(grad.unsqueeze(-1)), None, None
 
 
 @cache

@@ -79,7 +79,7 @@ def read_rows(
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
     in_place = by_kernels and many and not drops and scorer.row_comparison.reads_in_place
     if by_kernels and not (gathers or in_place) and _encodes(scorer, rows):
-        return _encode(scorer, rows, batch.relation, ends, candidates, weight)
+        return _encode(scorer, rows, batch, ends, candidates, weight)
     sizes = batch.sizes[:2] if in_place else batch.sizes
     if batch.deduplicated:
         parts = Gather.apply(rows, batch.entities[: sum(sizes)], sizes)
@@ -152,14 +152,18 @@ def _encodes(scorer: Any, rows: Tensor) -> bool:
 def _encode(
     scorer: Any,
     rows: Tensor,
-    relation: Tensor,
+    batch: Any,
     ends: dict[str, Tensor],
     candidates: dict[str, Tensor],
     weight: Tensor | None,
 ) -> tuple[dict[str, SideRows], tuple[Tensor, ...], Tensor | None]:
     """Encode the queries of every side while their rows are read."""
-    from kge_torchrec.kernels.triple_products import EncodeTriples  # numba loads slowly
+    from kge_torchrec.kernels.ids import check_within  # numba loads slowly
+    from kge_torchrec.kernels.triple_products import EncodeTriples
 
+    relation = batch.relation
+    check_within("entities", batch.entities, len(rows))
+    check_within("relations", relation, scorer.num_relations)
     head, tail = ends["head"].reshape(-1), ends["tail"].reshape(-1)
     penalized, shares = head.new_empty(0), None
     if weight is not None:

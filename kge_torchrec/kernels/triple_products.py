@@ -23,14 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.ids import by_row, check_within
+from kge_torchrec.kernels.ids import by_row
 from kge_torchrec.kernels.jit import SUMS, helper
 from kge_torchrec.kernels.library import Action, arrays
 from kge_torchrec.kernels.parallel import block_kernel
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
 _BLOCK = 16  # queries or rows per block of a thread
-_POSITIONS = "anchor", "relation", "target", "candidates"  # of each side
 
 
 class EncodeTriples(torch.autograd.Function):
@@ -42,11 +41,10 @@ class EncodeTriples(torch.autograd.Function):
     - for each side how the relation acts on the anchor, an ``Action``;
     - copied (P,) int64, distinct positions of rows to return as well;
     - for each side the anchors (Q,), relations (Q,), targets (Q,) and candidates (K,), int64.
-      Relations are rows of ``relations``, all others of ``rows``.
+      Relations are rows of ``relations``, all others of ``rows``. The caller has checked them.
 
     It returns for each side the queries (Q, D), the scores of the triples (Q,) and the candidates
-    (K, D); then the rows at ``copied`` (P, D). It raises IndexError for a position outside its
-    table.
+    (K, D); then the rows at ``copied`` (P, D).
     """
 
     @staticmethod
@@ -63,10 +61,7 @@ class EncodeTriples(torch.autograd.Function):
         tables = rows.numpy(), np.from_dlpack(relations.detach())
         out: list[Tensor] = []
         for side, action in enumerate(ctx.actions):
-            indices = positions[4 * side : 4 * side + 4]
-            for name, index in zip(_POSITIONS, indices, strict=True):
-                check_within(name, index, len(relations if name == "relation" else rows))
-            *triple, candidates = indices
+            *triple, candidates = positions[4 * side : 4 * side + 4]
             query = rows.new_empty(len(triple[0]), rows.shape[1])
             score = rows.new_empty(len(query))
             args = action, *arrays(*triple), *tables, *arrays(query, score)

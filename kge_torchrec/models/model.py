@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.data import ENTITY
+from kge_torchrec.kernels.operators import unequal
 from kge_torchrec.kernels.side_rows import Gather, SideRows, read_rows, summed_weights
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.losses import Loss, hardest
@@ -173,7 +174,7 @@ class TripleObjective(Objective):
         losses = []
         for side, log_expected in zip(self.sides, expected, strict=True):
             # A drawn entity that is the answer itself is not a negative.
-            mask = candidates[side][:, None] != ends[side][..., None]  # (C, b, K)
+            mask = unequal(candidates[side], ends[side])  # (C, b, K)
             known = batch.known_tail if side == "tail" else batch.known_head
             if known.numel():
                 mask &= ~known

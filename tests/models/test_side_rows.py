@@ -167,6 +167,15 @@ def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", ["negative", "relation"])
+def test_positions_outside_the_tables_are_refused(wrong):
+    made = SCORERS["distmult"](RELATIONS, DIM)
+    batch = random_batch(1, 40, 5)
+    (batch.negatives["tail"] if wrong == "negative" else batch.relation)[0, 0] = -1
+    with pytest.raises(IndexError, match=r"-1 to . are not all in \[0, "):
+        how_rows_are_read(TripleObjective(made, SoftmaxLoss()), batch, ENTITIES)
+
+
 def test_penalties_count_each_row_once(monkeypatch):
     """However many sides and triples it is in."""
     made = SCORERS["distmult"](RELATIONS, DIM)

@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import Comparison, Index, MinusDistance
+from kge_torchrec.kernels.comparisons import Comparison, EachPair, MinusDistance
 from kge_torchrec.kernels.library import EPSILON
-from kge_torchrec.kernels.operators import pairwise, pick, rotated
+from kge_torchrec.kernels.operators import rotated
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
@@ -109,31 +109,18 @@ def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
     return rows - scale * (rows * vector).sum(-2, keepdim=True) * vector
 
 
-@dataclass(frozen=True)
-class MinusProjected(Comparison):
-    """Minus the sum over blocks of the distance between a point and a projected row.
+def minus_lengths(point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+    """Return minus the sum of the lengths of blocks of a point (..., k, B) minus a projected row.
 
-    The query is (point (..., k, B), vectors, scales), the last two as ``projected`` takes them.
-
-    Attributes:
-        block: k.
+    Args:
+        point: (..., k, B).
+        vectors: As ``projected`` takes them.
+        scales: The same.
+        rows: (..., D).
     """
-
-    block: int
-    reads_in_place = False
-
-    def pairs(self, query: Any, rows: Tensor) -> Tensor:
-        point, vectors, scales = query
-        return self._score(point, vectors, scales, in_blocks(rows, self.block))
-
-    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        rows = rows if index is None else pick(rows, index)
-        width = rows.shape[-1] * (1 + query[1].shape[-3])
-        return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
-
-    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        squares = (point - projected(rows, vectors, scales)).square().sum(-2)
-        return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0
+    rows = projected(in_blocks(rows, point.shape[-2]).contiguous(), vectors, scales)
+    squares = (point - rows).square().sum(-2)
+    return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0
 
 
 class HousE(Scorer):
@@ -174,6 +161,7 @@ class HousE(Scorer):
     name = "house"
     start = ("uniform", 0.25)
     is_distance = True
+    comparison = EachPair(minus_lengths)
     formula = (
         "HousE (Li et al. 2022): "
         "score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i."
@@ -184,7 +172,6 @@ class HousE(Scorer):
         options = self.options
         self.block, self.projections = options.block, options.projections
         self.sizes = self.sizes_of(self.dim, options)
-        self.comparison = MinusProjected(self.block)
 
     @classmethod
     def sizes_of(cls, dim: int, options: Options) -> list[int]:
