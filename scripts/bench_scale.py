@@ -57,7 +57,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
     from kge_torchrec.data.batches.triples import TripleBatches
     from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.embeddings.torchrec.feature import as_feature
+    from kge_torchrec.embeddings.torchrec.collection import as_feature
     from kge_torchrec.training.assembly import build_backend, build_pipeline
 
     settings = {

@@ -24,7 +24,7 @@ class Recorder:
         self.unwrapped_model = SimpleNamespace(objective=objective, scale=None)
         self.dense = DenseWrapper()
         self.dense.wrap(self.unwrapped_model)
-        self.rows = rows
+        self.rows, self.table = rows, self
         self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
 
     def shard(self) -> EntityShard:

@@ -12,8 +12,7 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import RowOptimizer
 from kge_torchrec.embeddings.shard import EntityTable, TableShard
-from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
-from kge_torchrec.embeddings.torchrec.feature import as_feature
+from kge_torchrec.embeddings.torchrec.collection import as_feature, entity_collection, table_of
 from kge_torchrec.embeddings.torchrec.planner import MODULE, Ranks, plan_rows
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -204,8 +203,7 @@ def _sendable(error: Exception | None) -> Exception | None:
         return raised_alike(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-# The group that ``processes`` made: its users, and "process PID on HOST" of each rank, if known.
-_users, _made_here, _places = 0, False, list[str]()
+_users, _made_here = 0, False  # of the group that ``processes`` made
 _groups = 0  # so far, the same number on every rank
 
 
@@ -265,53 +263,22 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException, timeout: float | None) -> str:
-    """Return a message that says which rank is gone, if this rank can know, and what to do.
+    """Return a message that says what has happened to another rank, and what to do.
 
     Args:
         error: The error of the collective.
         timeout: Seconds that this rank has waited; None if a longer timeout would not help.
     """
-    names = _ended_ranks()
-    timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
     resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
-    if timed_out and timeout is not None:
+    if timeout is not None and re.search(_TIMED_OUT, str(error), re.IGNORECASE):
         return (
             f"another rank did not answer within {timeout:g} s: that rank is stuck, cannot be "
             f"reached, or needs more time; for the latter set `timeout` (in seconds). {resume}"
         )
-    who = f" ({'; '.join(names)})" if names else ""
     return (
-        f"another rank died or cannot be reached{who}: the first message of the other ranks says "
-        f"why (no message: that rank was killed, often for memory). {resume}"
+        "another rank died or cannot be reached: the first message of the other ranks says why "
+        f"(no message: that rank was killed, often for memory). {resume}"
     )
-
-
-def _ended_ranks() -> list[str]:
-    """Return the ranks of this host that have ended, as "rank R, process PID on HOST"."""
-    here = f" on {socket.gethostname()}"
-    local = {
-        f"rank {rank}, {place}": int(place.split()[1])
-        for rank, place in enumerate(_places)
-        if place.endswith(here) and place != _place()
-    }
-    deadline = time.monotonic() + 0.5  # an ending process closes its connections first
-    while True:
-        ended = [name for name, process in local.items() if _has_ended(process)]
-        if ended or not local or time.monotonic() > deadline:
-            return ended
-        time.sleep(0.02)
-
-
-def _place() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return Path("/proc/self").exists()  # not on other systems than Linux
-    return state in ("Z", "X")
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -338,7 +305,6 @@ def _start(device: torch.device, timeout: float) -> None:
     """
     # CUDA runs also need gloo, for checkpoints and small objects on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _places.clear()
     _check_interfaces()
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         own = dist.HashStore()  # in memory: needs no port, host name or file
@@ -353,7 +319,7 @@ def _start(device: torch.device, timeout: float) -> None:
         on_one_host = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if on_one_host else 0
         store = dist.PrefixStore(f"attempt-{attempt}-group-{_groups}", shared)
-        _places.extend(_check_in(store, rank, world, timeout))
+        _check_in(store, rank, world, timeout)
     connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))
     store.set_timeout(connecting)
     try:
@@ -423,16 +389,16 @@ def _check_interfaces() -> None:
             )
 
 
-def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[str]:
-    """Wait until every rank has started; return their places.
+def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> None:
+    """Wait until every rank has started.
 
     It polls the store instead of blocking in it, so that Ctrl-C works.
 
     Raises:
         RankLost: A rank did not start within the timeout.
     """
-    store.set(f"place-{rank}", _place())
-    keys = [f"place-{other}" for other in range(world)]
+    store.set(f"rank-{rank}", "started")
+    keys = [f"rank-{other}" for other in range(world)]
     deadline, pause = time.monotonic() + timeout, 0.005
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -443,4 +409,3 @@ def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-    return [place.decode() for place in store.multi_get(keys)]

@@ -7,7 +7,7 @@ ranks.  Code outside ``kge_torchrec.embeddings`` uses only ``EmbeddingBackend`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from kge_torchrec.data.batches import SampledBatch
     from kge_torchrec.distributed.dense import DenseWrapper
-    from kge_torchrec.embeddings.row_gradients import RowGradients
     from kge_torchrec.embeddings.shard import TableShard
     from kge_torchrec.models.model import KGEModel
     from kge_torchrec.models.scorers import Scorer
@@ -98,28 +97,6 @@ class EmbeddingBackend:
         and another number of ranks.  Loading writes into the rows.
         """
         return [*self.table.state(), *self.dense.state(self.dense_optimizer)]
-
-    @property
-    def table_step(self) -> int:
-        """The number of steps of the table's optimizer on this rank, which resuming sets."""
-        return self.table.steps
-
-    @table_step.setter
-    def table_step(self, steps: int) -> None:
-        self.table.steps = steps
-
-    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """Take one step of the table's optimizer on rows of this rank, without a lookup.
-
-        The whole call counts as one step, also on ranks without rows.  Call
-        ``optimizer.zero_grad()`` before it, so that FBGEMM's table gets its current learning rate.
-
-        Args:
-            gradients: Parts that together hold each row at most once, already summed over all
-                ranks.  A part is used before the next one is requested, so a generator keeps only
-                one part in memory.  The call is collective if iterating over ``gradients`` is.
-        """
-        self.table.step_rows(gradients)
 
     def keep_rates(self) -> None:
         """Take the current learning rates as the base of ``set_learning_rate``."""

@@ -28,7 +28,7 @@ from kge_torchrec.distributed.processes import Processes, rows_by_rank
 from kge_torchrec.embeddings.backend import EmbeddingBackend, StepBoth
 from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.embeddings.shard import EntityTable, TableShard, describe_rows
 from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -72,7 +72,8 @@ class HandrolledBackend(EmbeddingBackend):
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.parameters()))
         self.optimizer = StepBoth(self.table, self.dense_optimizer)
         self.keep_rates()
-        self.layout = f"{_describe(self.table, ranges)}\n{self.dense.describe()}"
+        table = describe_rows(tables, processes.world_size, objective.scorer.row_dim, "hand-rolled")
+        self.layout = f"{table}\n{self.dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Replace the ids by their route while they are on the host.  Collective."""
@@ -225,20 +226,3 @@ def make_route(
     requested = torch.empty_like(counts)
     dist.all_to_all_single(requested, counts, group=group)
     return Route(ids, places, counts.tolist(), requested.tolist(), distinct)
-
-
-def _describe(table: TableShard, ranges: Sequence[range]) -> str:
-    """Describe the rows and bytes of every rank in readable text."""
-    dim, lines = table.rows.shape[1], []
-    for own, optimizer in zip(table.tables, table.optimizers, strict=True):
-        states = optimizer.states.values()
-        row_bytes = 4 * dim + sum(s.element_size() * s[:1].numel() for s in states)
-        lines.append(f"entities, {own.type}: row_wise, hand-rolled, {len(ranges)} shards")
-        for rank, rows in enumerate(ranges):
-            count = len(own.within(rows.start, rows.stop))
-            first = max(rows.start, own.ids.start) - own.ids.start
-            lines.append(
-                f"  rank {rank}: rows {first:,} to {first + count:,} x {dim}, "
-                f"{count * row_bytes / 2**20:,.2f} MiB"
-            )
-    return "\n".join(lines)

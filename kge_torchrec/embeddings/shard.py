@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.distributed.processes import Rows
+from kge_torchrec.distributed.processes import Rows, rows_by_rank
 from kge_torchrec.embeddings.entity_shard import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import RowOptimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
+from kge_torchrec.tables import amount
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,30 @@ class EntityTable:
         """Return which rows of the block [start, stop) of ids are of this table, from 0."""
         low = min(max(self.ids.start, start), stop)
         return range(low - start, max(low, min(self.ids.stop, stop)) - start)
+
+
+def describe_rows(tables: Sequence[EntityTable], ranks: int, dim: int, kind: str) -> str:
+    """Describe the rows of D elements of each table on each rank, and their bytes with states.
+
+    Args:
+        tables: All tables.
+        ranks: Number of ranks.
+        dim: D.
+        kind: What keeps the rows, in words.
+    """
+    blocks, lines = rows_by_rank(tables[-1].ids.stop, ranks), []
+    for table in tables:
+        row_bytes = 4 * dim + sum(
+            getattr(torch, state.dtype).itemsize * (1 if state.by_row else dim)
+            for state in table.optimizer.states
+        )
+        lines.append(f"entities.{table.type}: by rows on {ranks} ranks, {kind}")
+        counts = (len(table.within(block.start, block.stop)) for block in blocks)
+        for count, same in groupby(enumerate(counts), lambda rank: rank[1]):
+            first, *others = [rank for rank, _ in same]
+            name = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+            lines.append(f"  {name}: {count:,} rows x {dim}, {amount(count * row_bytes)} each")
+    return "\n".join(lines)
 
 
 class TableShard:
@@ -92,8 +118,10 @@ class TableShard:
         self.frozen: Tensor | None = None
         self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
         self.in_main_memory = False
+        # A thread that takes the steps, if they have one; and the step under way.
         in_background = any(table.optimizer.in_background for table in tables)
-        self._updates = _Background() if in_background else None
+        self._thread = ThreadPoolExecutor(1, "table-step") if in_background else None
+        self._under_way: Future[None] | None = None
         # Autograd calls our backward only if an input requires a gradient.
         self.anchor = torch.empty(0, device=rows.device, requires_grad=True)
 
@@ -148,8 +176,7 @@ class TableShard:
         Raises:
             IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
         """
-        if self._updates is not None:
-            self._updates.join()
+        self.join()
         rows: Tensor = _RecordedLookup.apply(self.anchor, self, ids)
         return rows
 
@@ -193,15 +220,22 @@ class TableShard:
         gradients, rates = self.take(), [group["lr"] for group in self.param_groups]
         if gradients is None:
             return
-        if self._updates is None:
+        if self._thread is None:
             self.update(gradients, rates)
         else:
-            self._updates.start(lambda: self.update(gradients, rates))
+            self.join()
+            self._under_way = self._thread.submit(self.update, gradients, rates)
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """Take one step with gradients of rows, each row once, without a lookup.
+        """Take one step with gradients of rows, without a lookup.
 
-        The whole call counts as one step.  A part is used before the next one is requested.
+        The whole call counts as one step, also on ranks without rows.  Call
+        ``optimizer.zero_grad()`` before it, so that FBGEMM's table gets its current learning rate.
+
+        Args:
+            gradients: Parts that together hold each row at most once, already summed over all
+                ranks.  A part is used before the next one is requested, so a generator keeps only
+                one part in memory.  The call is collective if iterating over ``gradients`` is.
         """
         self.join()
         for optimizer, group in zip(self.optimizers, self.param_groups, strict=True):
@@ -233,8 +267,9 @@ class TableShard:
 
     def join(self) -> None:
         """Wait for the step in the thread and raise its exception, if any."""
-        if self._updates is not None:
-            self._updates.join()
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            step.result()
 
 
 class _RecordedLookup(torch.autograd.Function):
@@ -250,22 +285,3 @@ class _RecordedLookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         ctx.shard.add(RowGradients(ids, grad))
         return None, None, None
-
-
-class _Background:
-    """A thread that runs one task at a time.  ``join`` raises the exception of the task."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
-        self._work: Future[None] | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Wait for the previous task (and raise its exception), then run ``work`` in the thread."""
-        self.join()
-        self._work = self._threads.submit(work)
-
-    def join(self) -> None:
-        """Wait for the running task and raise its exception, if any."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.result()

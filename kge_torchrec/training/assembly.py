@@ -379,7 +379,7 @@ def _delivery(
         deduplicate=not (captures or duplicates),
     )
     if config.entities.engine == "torchrec":
-        from kge_torchrec.embeddings.torchrec.feature import feature_for
+        from kge_torchrec.embeddings.torchrec.collection import feature_for
 
         return replace(delivery, feature=feature_for(processes.device.type))
     return delivery

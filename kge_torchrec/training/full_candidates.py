@@ -160,7 +160,7 @@ class FullCandidates(Step):
         pieces = [piece for block in blocks for piece in block.split(height)]
         ids = torch.arange(sum(map(len, pieces)), device=pieces[0].device)
         places = ids.split([*map(len, pieces)])
-        self.backend.step_rows(
+        self.backend.table.step_rows(
             RowGradients(rows, grad, None, True) for rows, grad in zip(places, pieces, strict=True)
         )
         self.backend.optimizer.step()

@@ -250,7 +250,7 @@ class Session:
 
     def take_numbers(self, progress: TrainState) -> None:
         """Set the numbers of a checkpoint's progress that steps depend on."""
-        self.backend.table_step = progress.table_step
+        self.backend.table.steps = progress.table_step
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
             scale.load_state(progress.loss_scale)
@@ -260,7 +260,7 @@ class Session:
         progress.loss_scale, progress.averaged = self.loss_scale, self.averaging.count
         progress.precision = self._precision
         # With preset dicee a rank without gradients does not count a step.
-        progress.table_step = int(self.processes.largest([self.backend.table_step])[0])
+        progress.table_step = int(self.processes.largest([self.backend.table.steps])[0])
         progress.parts = self._layout
         return self.averaging.with_average(self.rows(), self.averaging.count)
 

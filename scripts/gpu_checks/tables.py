@@ -149,7 +149,7 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """Report the number of bags in training's batches."""
-    from kge_torchrec.embeddings.torchrec.feature import LOOKUP_BAGS
+    from kge_torchrec.embeddings.torchrec.collection import LOOKUP_BAGS
 
     number = LOOKUP_BAGS[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")

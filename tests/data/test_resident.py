@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kge_torchrec.data.batches import triples
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.embeddings.torchrec.feature import _evenly
+from kge_torchrec.embeddings.torchrec.collection import _evenly
 from kge_torchrec.kernels import operators
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly

@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import signal
-import socket
 import threading
 import time
 
@@ -79,19 +78,19 @@ def survivors(ranks: int, point: str, timeout: float = 60, connect: float = 1):
     return [result for rank, result in enumerate(results) if rank != VICTIM]
 
 
-NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
+LOST = "another rank died or cannot be reached: the first message"
 
 
 @pytest.mark.parametrize(
     "ranks, point, words",
     [
         (2, "before", r"rank 1 of 2 did not start within 1 s \(`timeout`\)"),
-        (2, "connecting 0", rf"died or cannot be reached {NAMED}: the first message"),
-        (2, "between", rf"died or cannot be reached {NAMED}: the first message"),
-        (4, "between", rf"died or cannot be reached {NAMED}: the first message"),
+        (2, "connecting 0", LOST),
+        (2, "between", LOST),
+        (4, "between", LOST),
     ],
 )
-def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
+def test_survivors_end_in_bounded_time(ranks, point, words):
     for message, seconds in survivors(ranks, point, 1 if point == "before" else 60):
         assert re.search(words, message), message
         assert seconds < 20  # by default a minute, or half an hour

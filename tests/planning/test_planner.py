@@ -7,13 +7,12 @@ import pytest
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import make_optimizer
-from kge_torchrec.embeddings.shard import EntityTable
+from kge_torchrec.embeddings.shard import EntityTable, describe_rows
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
     GIB,
     PlanDoesNotFit,
     Ranks,
-    describe_plan,
     host_memory,
     plan_rows,
 )
@@ -91,15 +90,11 @@ def test_planning_does_not_change_the_parameter():
     assert not hasattr(collection.embeddings["entity"].weight, "_optimizer_classes")
 
 
-def test_plan_is_described_in_words():
-    cached = plan(86_000_001, 400, 4, kernel="fused_uvm_caching", cache_ratio=0.1)
-    text = describe_plan(cached, tables_of(86_000_001), 400)
-    assert text.splitlines() == [
-        "entities.entity: row_wise, kernel fused_uvm_caching, 4 shards",
-        "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows "
-        "cached on the GPU",
-        "  rank 3: 21,499,998 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows cached on "
-        "the GPU",
+def test_rows_of_ranks_are_described_in_words():
+    assert describe_rows(tables_of(86_000_001), 4, 400, "kernel fused").splitlines() == [
+        "entities.entity: by rows on 4 ranks, kernel fused",
+        "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each",
+        "  rank 3: 21,499,998 rows x 400, 96.11 GiB each",
     ]
 
 

@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.processes import Rows
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.torchrec.feature import as_feature
+from kge_torchrec.embeddings.torchrec.collection import as_feature
 from kge_torchrec.training import disk_table
 from kge_torchrec.training.checkpoint_files import Checkpoint, write_manifest, write_rows
 from kge_torchrec.training.state import TrainState
@@ -42,7 +42,7 @@ def trained(config: Config) -> dict[str, torch.Tensor]:
     session = fit(config)
     in_main_memory = session.backend.shard().in_main_memory
     assert in_main_memory == (config.entities.placement == "managed_caching")
-    return {**session.parameters, "steps": torch.tensor(session.backend.table_step)}
+    return {**session.parameters, "steps": torch.tensor(session.backend.table.steps)}
 
 
 def rank_trains_by_both(store: Path, folder: Path, names: list[str]) -> dict[str, tuple]:

@@ -25,7 +25,7 @@ from training_runs import (
 from worlds import run_world
 
 from kge_torchrec.embeddings.torchrec import sharder
-from kge_torchrec.embeddings.torchrec.feature import LOOKUP_BAGS, as_feature
+from kge_torchrec.embeddings.torchrec.collection import LOOKUP_BAGS, as_feature
 
 VARIANTS = {
     1: {"micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1}},

@@ -315,7 +315,7 @@ def rank_trains(configs: dict[str, Config], world: int) -> dict[str, tuple]:
 
         with kernels_of_cuda("FBGEMM" in name):
             session = fit(config, prepare_fit)
-        steps = session.backend.table_step
+        steps = session.backend.table.steps
         results[name] = start, end, session.parameters["entities"], steps
     return results
 

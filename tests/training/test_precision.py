@@ -77,7 +77,7 @@ def test_lower_precision_ends_near_full_precision_and_scaling_changes_no_bit(tmp
 def snapshot(session: Session) -> list[torch.Tensor]:
     """Copies of all this rank holds: parameters, optimizer state and step counters."""
     engine = session.backend
-    return [rows.local.clone() for rows in engine.state()] + [torch.tensor(engine.table_step)]
+    return [rows.local.clone() for rows in engine.state()] + [torch.tensor(engine.table.steps)]
 
 
 def spoil(loop: Trainer, where: str) -> None:
@@ -133,7 +133,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
                            train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
         results[way, "end"], results[way, "scale"] = session.parameters, session.loss_scale
-        results[way, "steps"] = session.backend.table_step
+        results[way, "steps"] = session.backend.table.steps
     return results
 
 
@@ -234,9 +234,9 @@ def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimize
         session = Session(config, RunFolder(tmp_path), ranks)
         loop = Trainer(session, session.restore(), None)
         loop.pipeline.progress(loop.batches.epoch(0))
-        assert session.backend.table_step == counted
+        assert session.backend.table.steps == counted
         session.backend.skip_step()
-        assert session.backend.table_step == 0
+        assert session.backend.table.steps == 0
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,15 @@ from kge_torchrec.distributed.dense import DenseWrapper, dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EmbeddingBackend, StepBoth
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE, packed, unpacked
-from kge_torchrec.embeddings.shard import EntityTable
+from kge_torchrec.embeddings.shard import EntityTable, describe_rows
 from kge_torchrec.embeddings.torchrec.collection import (
     FbgemmShard,
+    as_feature,
     entity_collection,
     kernel_of,
     table_of,
 )
-from kge_torchrec.embeddings.torchrec.feature import as_feature
-from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan, plan_rows
+from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM_CACHING, Ranks, plan_rows
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.models.model import KGEModel, Objective
 
@@ -120,7 +120,10 @@ class TorchRecBackend(EmbeddingBackend):
         self.table = table_of(self.model, tables)
         steps_in_backward = isinstance(self.table, FbgemmShard) and not self.table.is_deferred
         self.pending = None if steps_in_backward else self.table
-        self.layout = f"{describe_plan(plan, tables, dim)}\n{self.dense.describe()}"
+        kernel, cached = plan_options(config).get("kernel", FUSED), config.entities.cache_ratio
+        place = f", {cached:.3g} of them cached on the GPU" if cached else ""
+        rows = describe_rows(tables, processes.world_size, dim, f"kernel {kernel}{place}")
+        self.layout = f"{rows}\n{self.dense.describe()}"
         self.fill_rows(config.seed)
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.objective.parameters()))
         self.optimizer = StepBoth(kernel_of(self.model).fused_optimizer, self.dense_optimizer)
@@ -129,7 +132,7 @@ class TorchRecBackend(EmbeddingBackend):
     def skip_step(self) -> None:
         """Discard a step: undo the step count of FBGEMM's kernel, which counts every lookup."""
         if self.pending is None:
-            self.table_step = max(0, self.table_step - 1)
+            self.table.steps = max(0, self.table.steps - 1)
 
 
 def plan_options(config: Config) -> dict[str, Any]:

@@ -10,9 +10,8 @@ Shapes: N entities, D elements per row, W ranks; n rows and d columns of a shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torchrec import EmbeddingCollection
@@ -36,9 +35,6 @@ GIB = 1 << 30
 RESERVE = 0.05  # share of the memory for the scorer, activations and so on
 _CACHE_WAYS = 32  # rows per set; the cache holds whole sets
 SHARDINGS = ("row_wise", "column_wise", "table_wise", "data_parallel")
-
-
-Value = TypeVar("Value")
 
 
 class PlanDoesNotFit(KGEError, RuntimeError):
@@ -250,40 +246,3 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
 def dense_state_numbers(optimizer: str) -> int:
     """Return the state elements per element of a dense parameter (no row-wise state)."""
     return len(optimizer_class(optimizer).states)
-
-
-def describe_plan(plan: ShardingPlan, tables: Sequence[EntityTable], dim: int) -> str:
-    """Describe the rows and bytes per rank of each table in a few lines.
-
-    The bytes count float32 values and the optimizer state.
-    """
-    sharding, lines = plan.plan[MODULE][ENTITY], []
-    cached, where = sharding.cache_params, ""
-    if cached is not None:
-        where = f" in main memory, {cached.load_factor:.3g} of the rows cached on the GPU"
-    blocks = rows_by_rank(tables[-1].ids.stop, len(sharding.ranks))
-    for table in tables:
-        row_bytes = 4 * dim + TableForm(table.optimizer.name).row_state_bytes(dim)
-        lines.append(
-            f"{MODULE}.{table.type}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "
-            f"{len(blocks)} shards"
-        )
-        rows = [len(table.within(block.start, block.stop)) for block in blocks]
-        for first, last, count in runs(rows):
-            ranks, size = ranks_text(first, last), amount(count * row_bytes)
-            lines.append(f"  {ranks}: {count:,} rows x {dim}, {size} each{where}")
-    return "\n".join(lines)
-
-
-def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
-    """Yield (first, last, value) for each run of equal neighbors."""
-    first = 0
-    for at in range(1, len(values) + 1):
-        if at == len(values) or values[at] != values[first]:
-            yield first, at - 1, values[first]
-            first = at
-
-
-def ranks_text(first: int, last: int) -> str:
-    """Return "rank 3" or "ranks 0-6"."""
-    return f"rank {first}" if first == last else f"ranks {first}-{last}"
