@@ -92,7 +92,7 @@ def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTabl
     """The dense table of all entities, or of each node type."""
     if config.entities.tables is not None:
         return DenseTables(config, store, values)
-    return DenseTable(values, table_optimizer(config), config.entities.preset == "dgl")
+    return DenseTable(values, table_optimizer(config), config.entities.preset)
 
 
 def table_optimizer(config: Config) -> RowOptimizer:

@@ -8,7 +8,14 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from training_runs import config_of, fit, largest_difference, rank_trains, without_checkpoints
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    rank_trains,
+    start_and_end,
+    without_checkpoints,
+)
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError, DenseConfig
@@ -67,6 +74,33 @@ def test_checkpoint_resumes_with_another_wrapper(store, tmp_path, before, after)
         results = run_world(world_size, rank_trains, store, tmp_path / "run", changes)
     (whole,) = run_world(1, rank_trains, store, tmp_path / "whole", {**keys, "train__epochs": 4})
     assert largest_difference(results[0], whole) < 1e-5
+
+
+# Layers, cores and coefficients beside the relations.
+SCORERS = {
+    "tucker": {"model__options__relation_dim": 4},
+    "keci": {"model__options__p": 1, "model__options__q": 2},
+    "conve": {"model__options__channels": 4},
+    "coke": {"model__options__layers": 1},
+}
+
+
+def rank_trains_scorers(store: Path, folder: Path) -> dict[str, dict]:
+    keys = {"train__optimizer": "adam", "train__epochs": 1, "model__normalization": "layer"}
+    return {
+        name: start_and_end(config_of(store, folder / name, model__scorer=name, **keys, **options))
+        for name, options in SCORERS.items()
+    }
+
+
+def test_all_parameters_of_a_scorer_learn_the_same_on_two_ranks(store, tmp_path):
+    one, two = (
+        run_world(ranks, rank_trains_scorers, store, tmp_path / f"{ranks}")[0] for ranks in (1, 2)
+    )
+    for name, ends in one.items():
+        start, end = ends["start"], ends["end"]
+        assert all(largest_difference({k: start[k]}, {k: end[k]}) > 0 for k in start), name
+        assert largest_difference(end, two[name]["end"]) < 1e-5, name
 
 
 def rank_asks_for(config: dict) -> str:

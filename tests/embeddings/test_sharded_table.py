@@ -121,7 +121,7 @@ def parameters_and_states(table: TableShard) -> dict[str, Tensor]:
     (states,) = (optimizer.states for optimizer in table.optimizers)
     return {
         "rows": table.rows.clone(),
-        **{f"{ENTITY}.{name}": state.clone() for name, state in states.items()},
+        **{name: state.clone() for name, state in states.items()},
     }
 
 
@@ -348,8 +348,8 @@ def test_fbgemm_table_with_one_row_is_saved(tmp_path):
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
         (results,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
         assert torch.equal(results["rows"], start_values(3))
-        assert torch.equal(results["entity.momentum1"], start_values(3) + 1)
-        assert torch.equal(results["entity.exp_avg_sq"], torch.arange(3.0))
+        assert torch.equal(results["momentum1"], start_values(3) + 1)
+        assert torch.equal(results["exp_avg_sq"], torch.arange(3.0))
 
 
 # The hand-rolled engine steps in a thread
@@ -358,7 +358,7 @@ def test_fbgemm_table_with_one_row_is_saved(tmp_path):
 def in_a_thread(asynchronous: bool) -> Tensor:
     table = Handrolled(20, make_optimizer("adam", 0.5, "dicee"))
     if not asynchronous:
-        table.rows._updates = None
+        table.rows._thread = None
     for step in range(10):
         table.group["lr"] = 0.1 * (step + 1)  # a step under way keeps the rate it started with
         gradients = torch.randn(3, DIM, generator=torch.Generator().manual_seed(step))

@@ -1,4 +1,4 @@
-"""Steps of table rows against formulas written out row by row.
+"""Steps of table rows, by kernels and by torch, against the dense oracle.
 
 Shapes: N rows, D elements per row, M gradients.
 """
@@ -12,67 +12,103 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_sparse import (
-    ADAMS,
-    PRESETS,
-    Formulas,
-    assert_equal_formulas,
-    assert_same_bits,
-    batches,
-    compare_with_formulas,
-    exact,
-    new_values,
-    sparse,
-    take_step,
-    train,
-)
-from oracle_table import NAMES
+from oracle_table import NAMES, PRESETS, DenseTable
 from oracle_table import settings as optimizer_settings
+from training_runs import config_of, largest_difference, tiny_store
 
+from kge_torchrec.config import OPTIMIZER_NAMES
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import make_optimizer
-from kge_torchrec.embeddings.row_gradients import TableRows
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Trainer
+
+every_preset = pytest.mark.parametrize(("preset", "name"), PRESETS)
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def values_of(rows=12, dim=5) -> torch.Tensor:
+    return torch.randn(rows, dim, generator=stream(1))
+
+
+def table_of(preset, name, values=None, exact=False, options=None, **changes) -> TableRows:
+    """A table that starts with ``values``; exact: its states are float32, also those of dicee."""
+    values = values_of() if values is None else values
+    options = optimizer_settings(name) if options is None else options
+    made = TableRows(make_optimizer(preset=preset, **options), values.clone())
+    if exact:
+        states = made.states.items()
+        made.states = {k: x.float() if x.is_floating_point() else x for k, x in states}
+    for key, value in changes.items():
+        setattr(made, key, value)
+    return made
+
+
+def batches(preset, rows=12, dim=5, count=15, steps=20):
+    """Gradients of random rows, most of them several times; dgl counts the places of each."""
+    random = stream(0)
+    for _ in range(steps):
+        ids = torch.randint(0, rows, (count,), generator=random)
+        grad = torch.randn(count, dim, generator=random)
+        places = torch.randint(1, 5, (count,), generator=random)
+        yield (ids, grad, places) if preset == "dgl" else (ids, grad)
+
+
+def take_step(table, ids, grad, occurrences=None, distinct=False) -> None:
+    """Take one step with all gradients, as ``TableShard`` does."""
+    table.count(bool(len(ids)))
+    table.step_part(RowGradients(ids, grad, occurrences, distinct))
+
+
+def train(table, steps):
+    for arguments in steps:
+        take_step(table, *arguments)
+    return table
+
+
+def assert_equals(table, dense, rtol=1e-6, atol=1e-6) -> None:
+    close = {"rtol": rtol, "atol": atol, "check_dtype": False}
+    torch.testing.assert_close(table.rows, dense.weights, **close)
+    expected = dense.states()
+    assert list(table.states) == list(expected)
+    for name, state in table.states.items():
+        torch.testing.assert_close(state, expected[name], **close)
+    assert table.steps == dense.steps
+
+
+def assert_same_bits(left, right) -> None:
+    assert torch.equal(left.rows, right.rows)
+    assert list(left.states) == list(right.states)
+    for name in left.states:
+        assert torch.equal(left.states[name], right.states[name]), name
+
 
 # The formulas
 
 
-def steps_of(preset, *args, **keys):
-    """``batches``, of which only dgl counts the places of each gradient."""
-    return [batch if preset == "dgl" else batch[:2] for batch in batches(*args, **keys)]
-
-
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
-def test_twenty_steps_of_a_preset_match_its_formula(preset, name):
-    optimizer = make_optimizer(**optimizer_settings(name))
-    compare_with_formulas(optimizer, preset, steps_of(preset))
-
-
-@pytest.mark.parametrize("kernel", [True, False])
-@pytest.mark.parametrize(("preset", "name"), [entry for entry in PRESETS if entry[1] in ADAMS])
-def test_presets_match_with_usual_betas(preset, name, kernel):
-    """1 - 0.999 differs in the fifth digit between float32 and float64; seen in small moments."""
-    optimizer = make_optimizer(name, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8)
-    changes = {} if kernel else {"kernel": None}
-    steps = [(ids, grad.abs() + 0.1, *places) for ids, grad, *places in steps_of(preset)]
-    compare_with_formulas(optimizer, preset, steps, atol=1e-7, **changes)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_match_the_kernel_formula(name):
-    optimizer = make_optimizer(**optimizer_settings(name))
-    compare_with_formulas(optimizer, "fbgemm", steps_of("fbgemm"), kernel=None)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_match_the_kernel(name):
-    optimizer = make_optimizer(**optimizer_settings(name))
-    kernel = sparse(new_values(), optimizer, "fbgemm")
-    operations = sparse(new_values(), optimizer, "fbgemm", kernel=None)
-    assert kernel.kernel == name and operations.kernel is None
-    train(kernel, steps_of("fbgemm"))
-    train(operations, steps_of("fbgemm"))
-    torch.testing.assert_close(operations.rows, kernel.rows, rtol=1e-6, atol=1e-6)
-    for key, state in kernel.states.items():
-        torch.testing.assert_close(operations.states[key], state, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("has_kernel", [True, False])
+@every_preset
+def test_twenty_steps_equal_the_formula(preset, name, has_kernel):
+    """With usual betas, too: 1 - 0.999 differs in the fifth digit between float32 and float64."""
+    usual = {"name": name, "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    for options, atol in ((optimizer_settings(name), 1e-6), (usual, 1e-7)):
+        if options is usual and not name.endswith("adam"):
+            continue
+        table = table_of(preset, name, exact=True, options=options)
+        assert table.kernel == (name if preset == "fbgemm" else None)
+        table.kernel = table.kernel if has_kernel else None
+        dense = DenseTable(values_of(), make_optimizer(**options), preset)
+        for ids, grad, *places in batches(preset):
+            grad = grad.abs() + 0.1 if options is usual else grad
+            take_step(table, ids, grad, *places)
+            dense.step(ids, grad, *places)
+        assert_equals(table, dense, atol=atol)
 
 
 @given(
@@ -82,38 +118,33 @@ def test_torch_operations_match_the_kernel(name):
     lists=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
-    preset, name = case
-    random = torch.Generator().manual_seed(seed)
-    optimizer = make_optimizer(**optimizer_settings(name))
+    (preset, name), random = case, stream(seed)
     values = torch.randn(rows, dim, generator=random)
-    made = exact(sparse(values, optimizer, preset))
-    formulas = Formulas(values, optimizer, preset)
+    table = table_of(preset, name, values, exact=True)
+    dense = DenseTable(values, make_optimizer(**optimizer_settings(name)), preset)
     for ids in lists:
         ids = torch.tensor([row % rows for row in ids], dtype=torch.int64)
         grad = torch.randn(len(ids), dim, generator=random)
-        take_step(made, ids, grad, torch.ones_like(ids) if preset == "dgl" else None)
-        formulas.step(ids, grad)
+        take_step(table, ids, grad, torch.ones_like(ids) if preset == "dgl" else None)
+        dense.step(ids, grad)
     # Sums that nearly cancel lose digits, and the Adams do not care how small a gradient is.
-    assert_equal_formulas(made, formulas, rtol=1e-5, atol=1e-5)
+    assert_equals(table, dense, rtol=1e-5, atol=1e-5)
 
 
 def test_dicee_preset_matches_torch_sparse_adam():
-    weights = torch.nn.Parameter(new_values(40, 8))
-    optimizer = make_optimizer("adam", lr=0.05, beta1=0.8, beta2=0.95)
-    made = exact(sparse(weights.detach(), optimizer, "dicee"))
+    weights = torch.nn.Parameter(values_of(40, 8))
+    options = {"name": "adam", "lr": 0.05, "beta1": 0.8, "beta2": 0.95}
+    table = table_of("dicee", "adam", weights.detach(), exact=True, options=options)
     theirs = torch.optim.SparseAdam([weights], lr=0.05, betas=(0.8, 0.95), eps=1e-8)
-    for ids, grad, _ in batches(40, 8, count=60):
+    for ids, grad in batches("dicee", 40, 8, count=60):
         weights.grad = torch.sparse_coo_tensor(
             ids.unsqueeze(0), grad, weights.shape, check_invariants=True
         )
         theirs.step()
-        take_step(made, ids, grad)
-    torch.testing.assert_close(made.rows, weights.detach(), rtol=1e-6, atol=1e-6)
-    state = theirs.state[weights]
-    torch.testing.assert_close(made.states["momentum1"], state["exp_avg"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(made.states["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=1e-6)
+        take_step(table, ids, grad)
+    torch.testing.assert_close(table.rows, weights.detach(), rtol=1e-6, atol=1e-6)
 
 
 def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -123,13 +154,12 @@ def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def test_dicee_bfloat16_moments_match_bitwise():
-    optimizer = make_optimizer("adam", lr=0.05)
-    made = sparse(new_values(), optimizer, "dicee")
-    weights = new_values().double().numpy()
+    table = table_of("dicee", "adam", options={"name": "adam", "lr": 0.05})
+    weights = values_of().double().numpy()
     m, v = np.zeros((2, *weights.shape), np.float32)
     beta1, rest1, beta2, rest2 = map(np.float32, (0.9, 1 - 0.9, 0.999, 1 - 0.999))
-    for t, (ids, grad, _) in enumerate(batches(), 1):
-        take_step(made, ids, grad)
+    for t, (ids, grad) in enumerate(batches("dicee"), 1):
+        take_step(table, ids, grad)
         step_size = 0.05 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t)
         for row in set(ids.tolist()):
             g = np.zeros(5, np.float32)
@@ -140,10 +170,10 @@ def test_dicee_bfloat16_moments_match_bitwise():
             # The step is of the moments before they are rounded.
             weights[row] -= step_size * m_row / (np.sqrt(v_row.astype(np.float64)) + 1e-8)
             m[row], v[row] = nearest_bfloat16(m_row), nearest_bfloat16(v_row)
-    assert made.states["momentum1"].dtype == made.states["exp_avg_sq"].dtype == torch.bfloat16
-    assert torch.equal(made.states["momentum1"].float(), torch.from_numpy(m))
-    assert torch.equal(made.states["exp_avg_sq"].float(), torch.from_numpy(v))
-    torch.testing.assert_close(made.rows.double(), torch.from_numpy(weights), rtol=1e-6, atol=1e-6)
+    assert table.states["momentum1"].dtype == table.states["exp_avg_sq"].dtype == torch.bfloat16
+    assert torch.equal(table.states["momentum1"].float(), torch.from_numpy(m))
+    assert torch.equal(table.states["exp_avg_sq"].float(), torch.from_numpy(v))
+    torch.testing.assert_close(table.rows.double(), torch.from_numpy(weights), rtol=1e-6, atol=1e-6)
 
 
 # What must not matter
@@ -157,16 +187,12 @@ def test_dicee_bfloat16_moments_match_bitwise():
 )
 @settings(max_examples=30)
 def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
-    preset, name = case
-    optimizer = make_optimizer(**optimizer_settings(name))
     tables = [
-        sparse(new_values(50, dim), optimizer, preset, kernel=None, **changes)
+        table_of(*case, values_of(50, dim), kernel=None, **changes)
         for changes in ({}, {"chunk_rows": chunk_rows})
     ]
-    for ids, grad, *places in steps_of(preset, 50, dim, count=40, steps=4):
-        ids = (
-            torch.randperm(50, generator=torch.Generator().manual_seed(3))[:40] if distinct else ids
-        )
+    for ids, grad, *places in batches(case[0], 50, dim, count=40, steps=4):
+        ids = torch.randperm(50, generator=stream(3))[:40] if distinct else ids
         for table in tables:
             take_step(table, ids, grad, *places, distinct=distinct)
     assert_same_bits(*tables)
@@ -174,7 +200,7 @@ def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
 
 def test_row_corrections_do_not_depend_on_chunks():
     tables = [
-        sparse(torch.zeros(3000, 1), make_optimizer("adam"), "dgl", **changes)
+        table_of("dgl", "adam", torch.zeros(3000, 1), **changes)
         for changes in ({}, {"chunk_rows": 3})
     ]
     for table in tables:
@@ -183,40 +209,48 @@ def test_row_corrections_do_not_depend_on_chunks():
     assert_same_bits(*tables)
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
-def test_distinct_flag_does_not_change_results(preset, name):
-    optimizer = make_optimizer(**optimizer_settings(name))
-    tables = [sparse(new_values(50), optimizer, preset) for _ in range(2)]
-    ids = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:15]
-    for _, grad, *places in steps_of(preset):
+@every_preset
+def test_order_parts_and_distinct_flag_do_not_change_results(preset, name):
+    """Distinct rows at once, said to be distinct or not, ascending, or in three parts."""
+    tables = [table_of(preset, name, values_of(50)) for _ in range(4)]
+    ids = torch.randperm(50, generator=stream(0))[:15]
+    order = ids.argsort()
+    for _, grad, *places in batches(preset):
         before = grad.clone()
-        take_step(tables[0], ids, grad, *places, distinct=True)
-        take_step(tables[1], ids, grad, *places, distinct=False)
+        gradients = RowGradients(ids, grad, *places, distinct=True)
+        take_step(tables[0], *gradients)
+        take_step(tables[1], *gradients._replace(distinct=False))
+        ascending = [x if x is None or x is True else x[order] for x in gradients]
+        take_step(tables[2], *ascending)
+        tables[3].count(True)
+        for part in (slice(0, 7), slice(7, 7), slice(7, 15)):
+            tables[3].step_part(RowGradients(*(x if x is None or x is True else x[part]
+                                               for x in gradients)))  # fmt: skip
         assert torch.equal(grad, before)
-    assert_same_bits(*tables)
+    for table in tables[1:]:
+        assert_same_bits(tables[0], table)
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 def test_results_do_not_depend_on_threads(preset, name):
-    steps = steps_of(preset, 3000, 64, count=9000, steps=2)
+    steps = [*batches(preset, 3000, 64, count=9000, steps=2)]
     tables, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            optimizer = make_optimizer(**optimizer_settings(name))
-            tables.append(train(sparse(new_values(3000, 64), optimizer, preset), steps))
+            tables.append(train(table_of(preset, name, values_of(3000, 64)), steps))
     finally:
         torch.set_num_threads(before)
     assert_same_bits(tables[0], tables[1])
     assert_same_bits(tables[1], tables[2])
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 def test_steps_and_states_suffice_to_resume(preset, name):
-    optimizer, steps = make_optimizer(**optimizer_settings(name)), steps_of(preset)
-    straight = train(sparse(new_values(), optimizer, preset), steps)
-    first = train(sparse(new_values(), optimizer, preset), steps[:9])
-    resumed = sparse(first.rows, optimizer, preset, steps=first.steps)
+    steps = [*batches(preset)]
+    straight = train(table_of(preset, name), steps)
+    first = train(table_of(preset, name), steps[:9])
+    resumed = table_of(preset, name, first.rows, steps=first.steps)
     for key, state in first.states.items():
         resumed.states[key].copy_(state)
     assert_same_bits(train(resumed, steps[9:]), straight)
@@ -225,48 +259,48 @@ def test_steps_and_states_suffice_to_resume(preset, name):
 # What stays
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 def test_rows_without_gradient_do_not_change(preset, name):
-    made = sparse(new_values(20), make_optimizer(**optimizer_settings(name)), preset)
-    for state in made.states.values():
+    table = table_of(preset, name, values_of(20))
+    for state in table.states.values():
         state.copy_(torch.arange(state.numel()).view_as(state) / 7)
-    states = {key: state.clone() for key, state in made.states.items()}
-    train(made, steps_of(preset, 10))
-    assert torch.equal(made.rows[10:], new_values(20)[10:])
-    assert not torch.equal(made.rows[:10], new_values(20)[:10])
-    for key, state in made.states.items():
+    states = {key: state.clone() for key, state in table.states.items()}
+    train(table, batches(preset, 10))
+    assert torch.equal(table.rows[10:], values_of(20)[10:])
+    assert not torch.equal(table.rows[:10], values_of(20)[:10])
+    for key, state in table.states.items():
         assert torch.equal(state[10:], states[key][10:])
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 @pytest.mark.parametrize("rows", [0, 3])
 def test_step_without_gradients_is_only_counted(preset, name, rows):
-    made = sparse(new_values(rows), make_optimizer(**optimizer_settings(name)), preset)
+    table = table_of(preset, name, values_of(rows))
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 5), torch.empty(0).long()
-    train(made, [nothing, nothing[:2], (*nothing, True)])
-    assert made.steps == (0 if preset == "dicee" else 3)
-    assert torch.equal(made.rows, new_values(rows))
-    assert not any(state.count_nonzero() for state in made.states.values())
+    train(table, [nothing, nothing[:2], (*nothing, True)])
+    assert table.steps == (0 if preset == "dicee" else 3)
+    assert torch.equal(table.rows, values_of(rows))
+    assert not any(state.count_nonzero() for state in table.states.values())
 
 
 def test_table_views_are_updated_in_place():
-    table = torch.nn.Parameter(new_values(9))
-    made = TableRows(make_optimizer("sgd", lr=1.0), table.data[3:6])
+    whole = torch.nn.Parameter(values_of(9))
+    made = TableRows(make_optimizer("sgd", lr=1.0), whole.data[3:6])
     take_step(made, torch.tensor([1]), torch.ones(1, 5))
-    assert torch.equal(table[4], new_values(9)[4] - 1)
-    parameter = TableRows(make_optimizer("adam", preset="dgl"), table)
-    take_step(parameter, torch.tensor([8]), torch.ones(1, 5))
-    assert torch.allclose(table[8], new_values(9)[8] - 0.01, atol=1e-6)
+    assert torch.equal(whole[4], values_of(9)[4] - 1)
+    take_step(TableRows(make_optimizer("adam", preset="dgl"), whole), torch.tensor([8]),
+              torch.ones(1, 5))  # fmt: skip
+    assert torch.allclose(whole[8], values_of(9)[8] - 0.01, atol=1e-6)
 
 
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 def test_current_learning_rate_is_used(preset, name):
-    made = sparse(new_values(), make_optimizer(name, lr=0.05), preset, lr=0.0)
-    train(made, steps_of(preset, steps=2))
-    assert torch.equal(made.rows, new_values())
-    made.lr = 0.5
-    train(made, steps_of(preset, steps=1))
-    assert not torch.equal(made.rows, new_values())
+    table = table_of(preset, name, options={"name": name, "lr": 0.05}, lr=0.0)
+    train(table, batches(preset, steps=2))
+    assert torch.equal(table.rows, values_of())
+    table.lr = 0.5
+    train(table, batches(preset, steps=1))
+    assert not torch.equal(table.rows, values_of())
 
 
 @pytest.mark.parametrize(
@@ -274,24 +308,36 @@ def test_current_learning_rate_is_used(preset, name):
 )
 def test_first_step_of_a_late_row(preset, steps, expected):
     """In units of the learning rate; counting by rows gives a late row the step of an early one."""
-    made = sparse(torch.zeros(2, 4), make_optimizer("adam", lr=0.01), preset)
-    first = torch.tensor([0]), torch.ones(1, 4)
-    train(made, [first] * min(steps, 50))
-    made.steps = steps
-    take_step(made, torch.tensor([1]), torch.full((1, 4), 1e-3))
-    assert -made.rows[1] / 0.01 == pytest.approx(expected, rel=0.01)
+    table = table_of(preset, "adam", torch.zeros(2, 4), options={"name": "adam", "lr": 0.01})
+    train(table, [(torch.tensor([0]), torch.ones(1, 4))] * min(steps, 50))
+    table.steps = steps
+    take_step(table, torch.tensor([1]), torch.full((1, 4), 1e-3))
+    assert -table.rows[1] / 0.01 == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_shard_make_one_step(name):
+    optimizer, values = make_optimizer(**optimizer_settings(name)), values_of(13, 4)
+    shard = TableShard.of([EntityTable.of_all(13, optimizer, EntityInit())], 4, range(13))
+    shard.rows.copy_(values)
+    dense = DenseTable(values, optimizer)
+    odd, even = torch.arange(1, 13, 2), torch.arange(0, 13, 2)
+    for seed in range(3):
+        grad = torch.randn(13, 4, generator=stream(seed))
+        shard.step_rows(RowGradients(ids, grad[ids], None, True) for ids in (odd, odd[:0], even))
+        dense.step(torch.arange(13), grad)
+    assert shard.steps == 3
+    assert (shard.rows - dense.weights).abs().max() < 1e-5
 
 
 # On a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("preset", "name"), PRESETS)
+@every_preset
 def test_gpu_matches_cpu(preset, name):
-    optimizer = make_optimizer(**optimizer_settings(name))
-    ours = sparse(new_values(), optimizer, preset, kernel=None)
-    theirs = sparse(new_values().cuda(), optimizer, preset)
-    for batch in steps_of(preset):
+    ours, theirs = table_of(preset, name, kernel=None), table_of(preset, name, values_of().cuda())
+    for batch in batches(preset):
         take_step(ours, *batch)
         take_step(theirs, *(part.cuda() for part in batch))
     # A last bit of a sum may move a bfloat16 state to its other neighbour.
@@ -300,3 +346,24 @@ def test_gpu_matches_cpu(preset, name):
     for key, state in ours.states.items():
         assert theirs.states[key].device.type == ("cpu" if preset == "dicee" else "cuda")
         torch.testing.assert_close(theirs.states[key].cpu(), state, **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("blocks", ["whole", "small"])
+def test_fbgemm_table_steps_like_the_cpu_table(tmp_path, optimizer, blocks):
+    store = tiny_store(tmp_path / "store").path
+    ends = []
+    for device in ("cpu", "cuda"):
+        config = config_of(store, tmp_path / device, negatives__regime="1vsall", device=device,
+                           train__optimizer=optimizer, train__epochs=2)  # fmt: skip
+        with processes(device) as ranks:
+            session = Session(config, RunFolder(config.run.dir), ranks)
+            loop = Trainer(session, session.restore(), None)
+            loop._save = lambda ends=False: None
+            if blocks == "small":
+                loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 1000
+            loop.run()
+            dense = {k: p.detach().cpu() for k, p in session.scorer.named_parameters()}
+            ends.append({"entities": session.backend.shard().rows.cpu().clone(), **dense})
+    assert largest_difference(*ends) < 1e-4

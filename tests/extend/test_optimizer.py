@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from extended import ENGINES, LION, importable, rank_trains
-from oracle_sparse import take_step
 from training_runs import config_of, fit, largest_difference, parameters
 from worlds import run_world
 
@@ -22,7 +21,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.optimizers import make_optimizer
-from kge_torchrec.embeddings.row_gradients import DenseRows, TableRows
+from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients, TableRows
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,
@@ -58,7 +57,8 @@ def test_optimizer_steps_follow_its_formula(folder):
     for _ in range(4):
         ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
         lion(rows, momentum, ids, grad, 0.05)
-        take_step(table, torch.from_numpy(ids), tensor(grad))
+        table.count(True)
+        table.step_part(RowGradients(torch.from_numpy(ids), tensor(grad)))
         all_gradients = random.normal(size=(9, 4))
         lion(relation_rows, relation_momentum, range(9), all_gradients, 0.05)
         relations.grad = tensor(all_gradients)

@@ -34,7 +34,8 @@ def dropping(case):
 
 
 @every_scorer
-def test_dropout_acts_only_in_training(case):
+def test_dropout_acts_in_training_once_for_all_candidates_and_answers_of_a_query(case, monkeypatch):
+    """A query has one draw: equal rows score alike."""
     case, shares = dropping(case)
     scorer, dim = make(case, **shares), case[1]
     plain = make((case[0], dim, {k: v for k, v in case[2].items() if k != "feature_dropout"}))
@@ -43,41 +44,22 @@ def test_dropout_acts_only_in_training(case):
     first, again, other = (scores(scorer, seed, dim) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.isfinite().all()
-    scorer.eval()
-    assert torch.equal(scores(scorer, 0, dim), scores(plain, 0, dim))
-
-
-@every_scorer
-def test_input_dropout_applies_to_queries_not_to_candidates(case):
-    """A query has one draw for its positive and all candidates: equal rows score alike."""
-    case, shares = dropping(case)
-    scorer, dim = make(case, **shares).train(), case[1]
-    anchor, row = normal(1, 2, dim), normal(1, 1, dim)
-    positive, negative = contrast(
-        scorer, anchor, torch.tensor([[0, 1]]), row.expand(1, 2, dim), row.expand(1, 3, dim), "tail"
-    )
-    torch.testing.assert_close(negative, positive[..., None].expand(1, 2, 3))
-
-
-@every_scorer
-def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
-    """One draw for a query, however many answers it has: equal rows score alike."""
-    case, shares = dropping(case)
-    scorer, dim = make(case, **shares).train(), case[1]
-    encoded, encode = [], scorer.query_of_ids
+    encoded, encode, results = [], scorer.query_of_ids, []
     monkeypatch.setattr(scorer, "query_of_ids", lambda *x: encoded.append(x) or encode(*x))
-    row, query, scores = normal(1, dim), torch.tensor([0, 0, 1, 1, 1]), []
-    objective = QueryObjective(scorer, lambda *x: scores.append(x) or x[2].sum(1), ("tail",))
+    row, query = normal(1, dim), torch.tensor([0, 0, 1, 1, 1])
+    objective = QueryObjective(scorer, lambda *x: results.append(x) or x[2].sum(1), ("tail",))
     rows = torch.cat([normal(2, dim), row.expand(8, dim)])  # anchors, answers, candidates
-    known, relation = torch.zeros(2, 3, dtype=torch.bool), torch.tensor([0, 1])
     batch = SimpleNamespace(
-        relation=relation, queries=[2], answers=[5], query=query, known=known, weight=1.0,
-        bags=None, entities=None, deduplicated=False,
+        relation=torch.tensor([0, 1]), queries=[2], answers=[5], query=query, weight=1.0,
+        known=torch.zeros(2, 3, dtype=torch.bool), bags=None, entities=None, deduplicated=False,
     )  # fmt: skip
     objective(rows, batch)
-    ((positive, _, negative, _),) = scores
+    ((positive, _, negative, _),) = results
+    torch.testing.assert_close(negative, negative[:, :1].expand(2, 3))
     torch.testing.assert_close(positive, negative[query, 0])
     assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim - 2 * scorer.has_biases)]
+    scorer.eval()
+    assert torch.equal(scores(scorer, 0, dim), scores(plain, 0, dim))
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])

@@ -1,5 +1,6 @@
 """The objective of a batch: padding, penalties, empty batches; test_exact trains by it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from triple_batches import DIM, ENTITIES, RELATIONS, Triples, random_batch
 
 from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import TripleObjective, relation_prediction
+from kge_torchrec.models.model import TripleObjective
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SIDES
 
@@ -157,21 +158,25 @@ def test_which_scorers_are_linear_in_both_entities():
 
 @pytest.mark.parametrize("reciprocal", [False, True])
 @pytest.mark.parametrize("sides", [SIDES, ("head",)])
-def test_relation_prediction_is_added_for_each_side(reciprocal, sides):
-    torch.manual_seed(5)
+def test_relation_prediction_is_the_cross_entropy_of_all_relations(reciprocal, sides):
+    """For each side: that of the triple's relation, or of its inverse, by scores of triples."""
     rows, batch = normal_rows(), random_batch(3, 2, 5, sides=sides)
-    scorer = make(reciprocal=reciprocal)
+    scorer, expected = make(reciprocal=reciprocal), 0.0
     value = {
         weight: TripleObjective(scorer, SoftmaxLoss(), sides, relation_weight=weight)(rows, batch)
         for weight in (0.0, 0.5)
     }
-    expected = 0.0
-    for side in sides:
-        anchor, target = rows[batch.head], rows[batch.tail]
+    for side, (c, i) in itertools.product(sides, itertools.product(range(3), range(2))):
+        anchor, target = rows[batch.head[c, i]], rows[batch.tail[c, i]]
         if side == "head":
             anchor, target = target, anchor
-        loss = relation_prediction(scorer, anchor, batch.relation, target, side)
-        expected = expected + 0.5 * (loss * batch.weight).sum() / len(sides)
+        right, asked = int(batch.relation[c, i]), side
+        if reciprocal:
+            right, asked = right + RELATIONS * (side == "head"), "tail"
+        queries = (scorer.query(anchor, row, asked) for row in scorer.relations)
+        scores = torch.stack([query @ target for query in queries])
+        loss = scores.exp().sum().log() - scores[right]
+        expected = expected + 0.5 * loss * batch.weight[c, i] / len(sides)
     torch.testing.assert_close(value[0.5] - value[0.0], expected)
 
 

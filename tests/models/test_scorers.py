@@ -289,6 +289,39 @@ def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name):
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("length", [0.0, 1e-20, 1e-4, 1.0, 5.0, 20.0, 1e4])
+def test_roth_has_finite_scores_and_gradients_in_single_precision(length):
+    """At 0, near the boundary and far beyond what tanh tells apart; also of a point with itself."""
+    scorer = make(("roth", 16, {}), dtype=torch.float32)
+    with torch.no_grad():
+        scorer.relations[1, 8:-1] = 0
+    unit = torch.nn.functional.normalize
+    anchor, others = (length * unit(normal(1, n, 16).float(), dim=-1) for n in (4, 5))
+    others[0, 0] = anchor[0, 0]
+    inputs = anchor.requires_grad_(), others.requires_grad_(), scorer.relations
+    for relation in (0, 1):
+        ids = torch.full((1, 4), relation)
+        for scores in (
+            candidate_scores(scorer, anchor, ids, others, "tail"),
+            scorer.score(anchor, ids, others[:, :4], "tail"),
+        ):
+            assert scores.isfinite().all() and (scores <= 0).all()
+            assert all(x.isfinite().all() for x in torch.autograd.grad(scores.sum(), inputs))
+
+
+@pytest.mark.parametrize("operator", ["diagonal", "complex", "linear", "translation"])
+def test_operators_start_near_the_identity(operator):
+    def fill(stream, array):
+        array[...] = stream.normal(scale=1e-3, size=array.shape)
+
+    scorer = SCORERS["operator"](2, 8, head=operator, tail=operator)
+    with torch.no_grad():
+        scorer.reset_parameters(fill, np.random.default_rng(0))
+    head, tail = normal(2, 8).float()
+    result = scorer.score(head, torch.tensor(1), tail)
+    assert result.item() == pytest.approx((head * tail).sum().item(), abs=0.1)
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("inverses", [False, True])
 def test_penalties_of_relations_are_of_the_rows_that_a_query_uses(side, inverses):
