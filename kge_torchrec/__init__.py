@@ -13,7 +13,7 @@ _HOMES = {
     # what to call
     "check_data": "kge_torchrec.reports.data_check",
     "compare": "kge_torchrec.comparison",
-    "extend": "kge_torchrec.api",
+    "extend": "kge_torchrec.growth",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
@@ -62,7 +62,6 @@ _SETTINGS = "kge_torchrec.config"
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
-    from kge_torchrec.api import extend as extend
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
     from kge_torchrec.comparison import compare as compare
@@ -88,6 +87,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.errors import DataError as DataError
     from kge_torchrec.errors import KGEError as KGEError
     from kge_torchrec.export.plain_model import load_model as load_model
+    from kge_torchrec.growth import extend as extend
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer

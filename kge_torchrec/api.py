@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
-from kge_torchrec.data.readers.files import WHOLE, Sources
+from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import open_run as open_run
-from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.runs import Extras, resume_run, train_run
 
 if TYPE_CHECKING:
@@ -86,66 +84,6 @@ def resume(
     extras = Extras(callbacks, choose=_race)
     folder = resume_run(path, overrides, extras, force)
     return Run(folder.path, folder.load_config())
-
-
-def extend(
-    run: str | Path,
-    new_triples: Sources | Mapping[str, InMemory] | None,
-    output: str | Path,
-    *,
-    delete: str | Path | Sequence[str] | None = None,
-    epochs: int | None = None,
-    freeze: bool = False,
-    checkpoint: str = BEST,
-    allow_unseen_relations: bool = False,
-    features: str | Path | None = None,
-    overrides: Overrides = (),
-    callbacks: Sequence[Callback] = (),
-) -> Run:
-    """Extend a run with new triples, and continue its training in a new run.
-
-    Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
-    run with this graph and seed draws. The entry "extended" of the new results.json describes the
-    new data. If the process is killed, ``resume`` continues the new run; before its triples were
-    complete, the same call starts over.
-
-    With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
-    The other entities keep their order and rows, so their ids may fall.
-
-    Args:
-        run: The folder or the URL of the old run, which is not changed.
-        new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
-            ...}. A file or table without a split is used for training. None with ``delete``.
-        output: The folder of the new run.
-        delete: Entities to delete: labels, or a file with one label per line.
-        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``delete``.
-        freeze: Keep old entities, old relations and all other parameters bit for bit.
-        checkpoint: The checkpoint to extend: "best", "newest" or a name.
-        allow_unseen_relations: Accept new relations without a training triple.
-        features: A file of features, as for ``prepare``. Other entities keep theirs.
-        overrides: Other config keys, such as {"train.lr": 0.01}.
-        callbacks: Callbacks of the training.
-
-    Raises:
-        DataError: The new triples cannot be used.
-        ConfigError: An option is invalid.
-        CheckpointError: The checkpoint cannot be extended.
-        Exception: All errors of ``train``.
-    """
-    from kge_torchrec.growth import adding, extend_run, without
-
-    if delete is not None:
-        if new_triples is not None:
-            raise ConfigError("delete entities first, then extend the run without them")
-        if freeze or allow_unseen_relations or features:
-            raise ConfigError("delete: freeze, features and unseen relations are of new rows")
-        write, epochs = without(delete), epochs or 0
-    elif new_triples is None:
-        raise ConfigError("give new triples, or entities to delete")
-    else:
-        write = adding(new_triples, allow_unseen_relations, features)
-    extras = Extras(callbacks)
-    return Run(extend_run(run, write, output, epochs, freeze, checkpoint, overrides, extras).path)
 
 
 def _race(config: Config, folder: RunFolder, ranks: Processes) -> Config:

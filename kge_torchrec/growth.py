@@ -7,10 +7,10 @@ rows of the old run by label (``training.start``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,94 +34,123 @@ from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.lines import say
-from kge_torchrec.training.checkpoints import Checkpoints, no_checkpoint
+from kge_torchrec.trained_run import Run
+from kge_torchrec.training.checkpoints import BEST, Checkpoints, no_checkpoint
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, train_run
 
-Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
-# Writes the new store, on rank 0, from the old one and the config of the new run.  It returns what
-# is new, for extended.json.
-Write = Callable[[TripleStore, Config], dict[str, Any]]
+if TYPE_CHECKING:
+    from kge_torchrec.training.trainer import Callback
 
 
-def adding(
-    new_triples: Sources | Mapping[str, InMemory],
-    allow_unseen_relations: bool,
-    features: str | Path | None,
-) -> Write:
-    """Return how to write the old and new triples; see ``api.extend``."""
-
-    def write(base: TripleStore, config: Config) -> dict[str, Any]:
-        unseen = allow_unseen_relations or config.data.allow_unseen_relations
-        file = None if features is None else str(features)
-        data = replace(config.data, allow_unseen_relations=unseen, features=file)
-        extend_store(base, new_triples, Path(data.path), data, progress=config.run.progress)
-        size, old = TripleStore.open(data.path).size, base.size
-        counts = {
-            "entities": size.entities - old.entities,
-            "relations": size.relations - old.relations,
-            "training triples": size.triples - old.triples,
-            **({"features": size.features - old.features} if size.features else {}),
-        }
-        say(", ".join(f"{n:,} new {what}" for what, n in counts.items()), values=counts)
-        return {"new": counts}
-
-    return write
-
-
-def without(labels: Labels) -> Write:
-    """Return how to write the triples without some entities; see ``api.extend``."""
-
-    def write(base: TripleStore, config: Config) -> dict[str, Any]:
-        gone = np.zeros(base.num_entities, bool)
-        gone[base.entities.ids(_labels(labels), exact=True)] = True
-        store = write_without(base, gone, Path(config.data.path))
-        triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
-        return {"deleted": {"entities": int(gone.sum()), "triples": triples}}
-
-    return write
-
-
-def extend_run(
+def extend(
     run: str | Path,
-    write: Write,
+    new_triples: Sources | Mapping[str, InMemory] | None,
     output: str | Path,
-    epochs: int | None,
-    freeze: bool,
-    checkpoint: str,
-    overrides: Overrides,
-    extras: Extras,
-) -> RunFolder:
-    """Make a new run from an old one, and continue its training; see ``api.extend``."""
+    *,
+    delete: str | Path | Sequence[str] | None = None,
+    epochs: int | None = None,
+    freeze: bool = False,
+    checkpoint: str = BEST,
+    allow_unseen_relations: bool = False,
+    features: str | Path | None = None,
+    overrides: Overrides = (),
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Extend a run with new triples, and continue its training in a new run.
+
+    Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
+    run with this graph and seed draws. The entry "extended" of the new results.json describes the
+    new data. If the process is killed, ``resume`` continues the new run; before its triples were
+    complete, the same call starts over.
+
+    With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
+    The other entities keep their order and rows, so their ids may fall.
+
+    Args:
+        run: The folder or the URL of the old run, which is not changed.
+        new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
+            ...}. A file or table without a split is used for training. None with ``delete``.
+        output: The folder of the new run.
+        delete: Entities to delete: labels, or a file with one label per line.
+        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``delete``.
+        freeze: Keep old entities, old relations and all other parameters bit for bit.
+        checkpoint: The checkpoint to extend: "best", "newest" or a name.
+        allow_unseen_relations: Accept new relations without a training triple.
+        features: A file of features, as for ``prepare``. Other entities keep theirs.
+        overrides: Other config keys, such as {"train.lr": 0.01}.
+        callbacks: Callbacks of the training.
+
+    Raises:
+        DataError: The new triples cannot be used.
+        ConfigError: An option is invalid.
+        CheckpointError: The checkpoint cannot be extended.
+        Exception: All errors of ``train``.
+    """
+    if delete is not None and new_triples is not None:
+        raise ConfigError("delete entities first, then extend the run without them")
+    if delete is None and new_triples is None:
+        raise ConfigError("give new triples, or entities to delete")
+    if delete is not None and (freeze or allow_unseen_relations or features):
+        raise ConfigError("delete: freeze, features and unseen relations are of new rows")
     source = folder_of(run)
     before = source.load_config()
     if before.train.epochs is None:  # it is in a race
         raise no_checkpoint(source)
+    if epochs is None:
+        epochs = -(-before.train.epochs // 10) if delete is None else 0
+
+    def write(config: Config, folder: RunFolder, name: str) -> None:
+        """Write the new store and extended.json, which names the checkpoint once both are there."""
+        base = TripleStore.open(source.store_of(before.data.path))
+        base.check()
+        origin = {"from": str(source.path.resolve())}
+        folder.save_extension(origin)
+        if delete is not None:
+            changes = _delete(base, _labels(delete), config)
+        else:
+            assert new_triples is not None  # as checked above
+            unseen = allow_unseen_relations or config.data.allow_unseen_relations
+            file = None if features is None else str(features)
+            data = replace(config.data, allow_unseen_relations=unseen, features=file)
+            extend_store(base, new_triples, Path(data.path), data, progress=config.run.progress)
+            changes = _new_in(TripleStore.open(data.path), base)
+        folder.save_extension({**origin, "checkpoint": name, **changes})
 
     def choose(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         name = Checkpoints(source.checkpoints, ranks).order(checkpoint)[0]
-
-        def write_store() -> None:
-            base = TripleStore.open(source.store_of(before.data.path))
-            base.check()
-            origin = {"from": str(source.path.resolve())}
-            folder.save_extension(origin)
-            folder.save_extension({**origin, "checkpoint": name, **write(base, config)})
-
-        on_first_rank(ranks, write_store)
+        on_first_rank(ranks, lambda: write(config, folder, name))
         return config
 
     config = _config_of(before, RunFolder(output), epochs, freeze, overrides)
-    return train_run(config, replace(extras, choose=choose, is_checked=True))
+    return Run(train_run(config, Extras(callbacks, choose=choose, is_checked=True)).path)
+
+
+def _new_in(store: TripleStore, base: TripleStore) -> dict[str, Any]:
+    size, old = store.size, base.size
+    counts = {
+        "entities": size.entities - old.entities,
+        "relations": size.relations - old.relations,
+        "training triples": size.triples - old.triples,
+        **({"features": size.features - old.features} if size.features else {}),
+    }
+    say(", ".join(f"{n:,} new {what}" for what, n in counts.items()), values=counts)
+    return {"new": counts}
+
+
+def _delete(base: TripleStore, labels: list[str], config: Config) -> dict[str, Any]:
+    gone = np.zeros(base.num_entities, bool)
+    gone[base.entities.ids(labels, exact=True)] = True
+    store = write_without(base, gone, Path(config.data.path))
+    triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
+    return {"deleted": {"entities": int(gone.sum()), "triples": triples}}
 
 
 def _config_of(
-    before: Config, folder: RunFolder, epochs: int | None, freeze: bool, overrides: Overrides
+    before: Config, folder: RunFolder, epochs: int, freeze: bool, overrides: Overrides
 ) -> Config:
     """Return the config of the old run, adapted to the new folder and its store."""
-    if epochs is None:
-        epochs = -(-before.train.epochs // 10)
     model = before.model
     if not model.init_options.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options=Vectors())
@@ -146,7 +175,7 @@ def _config_of(
     return changed
 
 
-def _labels(labels: Labels) -> list[str]:
+def _labels(labels: str | Path | Sequence[str]) -> list[str]:
     """Return labels, or those of a file with one per line, each once."""
     if isinstance(labels, str | Path):
         try:

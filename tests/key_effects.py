@@ -26,7 +26,7 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings import torchrec
 from kge_torchrec.embeddings.handrolled import HandrolledBackend
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import checkpoints, copier, runs
+from kge_torchrec.training import checkpoints, runs
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, validation_triples
@@ -317,7 +317,7 @@ class Effects:
         """Where the run is copied to."""
         folder = RunFolder(self.folder / "copied")
         with ExitStack() as held:
-            copier.copied(folder, self.config, self.ranks, held)
+            runs._begin_copy(folder, self.config, held)
         return "" if folder.copier is None else folder.copier.remote.url
 
     @property

@@ -38,7 +38,7 @@ ODD = [
 NAMES = [name for kind in KINDS.values() for name in kind.ours] + [
     "sampled", "1vsall", "kvsall", "allvsall", "kvssample", "both", "tail", "head", "seen", "types",
     "all", "handrolled", "torchrec", "dgl", "dicee", "ddp", "fsdp", "hybrid", "none", "auto",
-    "loss", "keep", "drop", "unit", "layer", "pca", "plateau", "exponential", "bf16",
+    "loss", "keep", "drop", "unit", "layer", "plateau", "exponential", "bf16",
     "fp16", "cpu", "cuda", "small", "large", "mean", "sum", "grad_op", "degree", "require", "loop",
     "sparse_dist", "xavier_normal", "gloo", "row", "inside", "nearest", "old",
 ]  # fmt: skip

@@ -146,6 +146,7 @@ def test_keys_of_reading_are_rejected_for_a_store(tmp_path):
 CHANGES: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "data.path": ("countries", False, {}),
     "model.dim": (16, False, {}),
+    "model.init_options.frozen": (True, False, {"model.init_from": "y.npy"}),
     "negatives.sides": ("tail", True, {"model.reciprocal": False}),
     "train.lr": (0.01, True, {}),
 }

@@ -122,6 +122,16 @@ def longer_config(store: Path | str, folder: Path | str | None = None, **changes
     return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 
+def scripted(values: list[float], metric: str = "mrr") -> Callable[[Trainer], None]:
+    """Return a change of the loop for ``fit``: validations give these values, one after another."""
+
+    def script(loop: Trainer) -> None:
+        turn = iter(values)
+        loop.session.validate = lambda: {"both": {"realistic": {metric: next(turn)}}}
+
+    return script
+
+
 def without_checkpoints(loop: Trainer) -> None:
     """Let a loop write none, for speed: checkpoints have tests of their own."""
     loop._save = lambda ends=False: None

@@ -182,9 +182,9 @@ def extend(
         raise ConfigError("--freeze says what is trained, and --epochs 0 trains nothing")
     with loading_torch():
         config_of(run)
-        from kge_torchrec import api
+        from kge_torchrec import growth
 
-    made = api.extend(
+    made = growth.extend(
         run,
         triples[0] if len(triples) == 1 else triples or None,
         output,

@@ -97,7 +97,7 @@ class TrainConfig(Section, prefix="train."):
     schedule_options: dict[str, Any] = key(dict, part=Part("schedule", "schedule"))
     """Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and
     threshold (plateau); `kge-torchrec list schedule` lists them."""
-    averaging: Literal["none", "ema"] = "none"
+    averaging: Literal["none", "ema"] = key("none", resume=fixed())
     """Average of the weights that is validated, ranked and exported: none or ema (exponential
     moving average)."""
     averaging_options: AveragingOptions = key(AveragingOptions)

@@ -176,9 +176,7 @@ def _state(folder: RunFolder, results: dict[str, Any]) -> str:
             if holder and not files.lock(file):
                 return "training"
     if results:
-        if folder.extension.is_file():
-            return "extended"
-        return "resumed" if folder.resumed.is_file() else "done"
+        return "extended" if folder.extension.is_file() else "done"
     if folder.stopped.is_file():
         return "stopped"
     return "killed" if holder else "failed"

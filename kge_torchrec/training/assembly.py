@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -74,11 +73,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     """Make table, scorer and optimizers with initial values that depend on the seed only.
 
     Collective.
-
-    Raises:
-        ConfigError: The backend does not support the optimizer on this device, or a part from
-            another package violates its contract.
-        PackageSetError: The packages of the backend are missing.
     """
     if config.entities.engine == "torchrec":
         check_torchrec("entities.engine torchrec", "entities.engine handrolled")
@@ -86,7 +80,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
         check_torchrec("entities.exchange.dtype int8", "bf16 or fp16")
     config.check_device(processes.device.type == "cuda")
     train = config.train
-    _notice_of_precision(config, processes)
     objective = build_objective(config, store.num_relations)
     init = EntityInit.of(config.model, objective.scorer.zero_columns)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
@@ -157,25 +150,8 @@ def _all_have_bf16(processes: Processes) -> bool:
     return all_have
 
 
-def _notice_of_precision(config: Config, processes: Processes) -> None:
-    """Say what bf16 does on an x86 CPU that has no bf16 products."""
-    on_x86 = processes.device.type == "cpu" and platform.machine() == "x86_64"
-    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    if config.train.precision != "bf16" or not on_x86 or not processes.is_first or has():
-        return
-    lacks = "train.precision bf16: this CPU has no bf16 products (AVX512-BF16 or AMX), so"
-    if config.negatives.is_full:
-        log.warning("%s training is that of fp32, in speed and figures", lacks)
-    else:
-        log.warning("%s matrix products are several times slower; set train.precision fp32", lacks)
-
-
 def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list[EntityTable]:
-    """Return the entity tables of a run: one of all entities, or by entities.tables.
-
-    Raises:
-        ConfigError: entities.tables names a type that the store does not have.
-    """
+    """Return the entity tables of a run: one of all entities, or by entities.tables."""
     init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
         optimizer = table_optimizer(config.train, config.entities.preset)
@@ -268,12 +244,7 @@ def build_batches(
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
     """Return this rank's batches.  Collective unless negatives.among is "all".
 
-    Args:
-        config: The config.
-        store: The graph.
-        processes: The ranks.
-        disk: The table on disk, if it lies there.
-        duplicates: Whether to look every entity up at each of its places, to measure the traffic.
+    With ``duplicates`` every entity is looked up at each of its places, to measure the traffic.
 
     Raises:
         DataError: A file of types or negatives cannot be used.  Raised on every rank.

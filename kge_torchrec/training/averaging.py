@@ -40,12 +40,12 @@ class Averaging:
         self.backend = backend
         self._decay = train.averaging_options.decay
         self.every_steps = train.averaging_options.every_steps if train.averaging == "ema" else None
+        self._average: dict[str, Tensor] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget the average."""
-        self.count = 0
-        self._average: dict[str, Tensor] = {}
+        self.count, self._average = 0, {}
 
     def add(self) -> None:
         """Take the current weights into the average."""
@@ -67,29 +67,26 @@ class Averaging:
             self._exchange()
 
     def resume(self, count: int) -> None:
-        """Take the weights of the model as the average of so many, if the config has an average."""
+        """Have an average of so many weights, whose values are about to be loaded."""
         self.clear()
-        if self.every_steps is not None and count:
+        if count:
             self.add()
             self.count = count
 
-    def with_average(self, state: list[Rows], count: int) -> list[Rows]:
+    def with_average(self, state: list[Rows]) -> list[Rows]:
         """Return the rows of a checkpoint, which has the average as its model, and the raw weights.
 
         Args:
             state: Result of ``EmbeddingBackend.state``.
-            count: Number of weights in the checkpoint's average.
         """
-        if not count:
+        if not self.count:
             return state
-        weights = {f"model.{name}" for name in self._weights()}
-        rows = [own for own in state if own.name not in weights]
+        averages = {f"model.{name}": average for name, average in self._average.items()}
+        rows = [own for own in state if own.name not in averages]
         for own in state:
-            name = own.name.removeprefix("model.")
-            if own.name in weights:
-                rows.append(own._replace(name=f"raw.{name}"))
-                if self.count:  # else the config has no average any more
-                    rows.append(own._replace(local=self._average[name]))
+            if own.name in averages:
+                rows.append(own._replace(name=own.name.replace("model.", "raw.", 1)))
+                rows.append(own._replace(local=averages[own.name]))
         return rows
 
     def _weights(self) -> dict[str, Tensor]:

@@ -56,21 +56,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def is_finite(values: Tensor) -> bool:
     """Return whether no element is NaN or infinite."""
-    if not values.is_floating_point() or values.numel() == 0:
-        return True
-    return all(bound.isfinite() for bound in values.aminmax())  # with a NaN, both bounds are NaN
+    return not values.numel() or _are_finite(bytes_of(values), values.dtype)
 
 
-def write_rows(
-    path: Path, state: Iterable[Rows], threads: int = 1, ends: Callable[[], bool] = bool
-) -> Pieces:
-    """Write rows into a new file; return its pieces.
-
-    Args:
-        path: The file.
-        state: The rows.
-        threads: Number of threads that write.
-        ends: Whether to give up, which is asked before each piece.
+def write_rows(path: Path, state: Iterable[Rows], threads: int = 1) -> Pieces:
+    """Write rows into a new file by some threads; return its pieces.
 
     Raises:
         NotFinite: A tensor has NaN or infinity.
@@ -96,8 +86,6 @@ def write_rows(
         file.flush()
 
         def write(piece: tuple[str, int, int, Tensor]) -> int:
-            if ends():
-                raise InterruptedError("training ended")
             name, _, start, values = piece
             return _write(file.fileno(), data + start, name, values)
 
@@ -110,11 +98,10 @@ def write_rows(
 
 def _write(handle: int, start: int, name: str, values: Tensor) -> int:
     """Write the values of a piece at a place of a file; return their checksum."""
-    numbers, bits = bytes_of(values), _EXPONENT_BITS.get(values.dtype)
-    checksum = 0
+    numbers, checksum = bytes_of(values), 0
     for first in range(0, len(numbers), _BLOCK):
         some = numbers[first : first + _BLOCK]
-        if bits is not None and not _are_finite(some, values.dtype.itemsize, bits):
+        if not _are_finite(some, values.dtype):
             raise NotFinite(name)
         checksum = zlib.crc32(some, checksum)
         while some:
@@ -123,8 +110,11 @@ def _write(handle: int, start: int, name: str, values: Tensor) -> int:
     return checksum
 
 
-def _are_finite(numbers: memoryview, word: int, bits: int) -> bool:
+def _are_finite(numbers: memoryview, dtype: torch.dtype) -> bool:
     """Return whether no number has the largest exponent, which NaN and infinity have."""
+    bits, word = _EXPONENT_BITS.get(dtype), dtype.itemsize
+    if bits is None:
+        return True
     without_sign = np.frombuffer(numbers, f"u{word}") << 1
     return int(without_sign.max()) >> (8 * word - bits) < (1 << bits) - 1
 
@@ -201,12 +191,7 @@ class Checkpoint:
     def rows(self, name: str, wanted: np.ndarray) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces that hold one of some rows of a tensor: first row, and rows (n, ...).
 
-        Args:
-            name: The tensor.
-            wanted: The numbers of the rows, ascending.
-
-        Raises:
-            Damaged: The checkpoint lacks the tensor, or a piece does not match its checksum.
+        ``wanted`` are the numbers of the rows, ascending.
         """
         for piece in self._pieces(name):
             low, high = np.searchsorted(wanted, [piece[1], piece[1] + piece[2]])
@@ -214,11 +199,7 @@ class Checkpoint:
                 yield piece[1], self.read(name, piece)
 
     def fill(self, state: Iterable[Rows]) -> None:
-        """Write the rows of the checkpoint into those of a state.
-
-        Raises:
-            Damaged: The checkpoint lacks rows, or a piece does not match its checksum.
-        """
+        """Fill the rows of a state from the checkpoint; raise Damaged if it lacks some."""
         work = []
         for rows in state:
             target = torch.atleast_1d(rows.local.detach())
@@ -242,11 +223,7 @@ class Checkpoint:
         return sorted(self.tensors[name], key=lambda piece: piece[1])
 
     def pieces_with(self, name: str, wanted: range) -> list[list[Any]]:
-        """Return the pieces that hold some rows of a tensor, in order.
-
-        Raises:
-            Damaged: The checkpoint lacks rows of them.
-        """
+        """Return the pieces with some rows of a tensor, in order; raise Damaged without them."""
         if not len(wanted):
             return []
         some = [p for p in self._pieces(name) if p[1] < wanted.stop and p[1] + p[2] > wanted.start]
@@ -260,11 +237,7 @@ class Checkpoint:
         return some
 
     def read(self, name: str, piece: list[Any]) -> Tensor:
-        """Read a piece, which is a view of its file.
-
-        Raises:
-            Damaged: The piece does not match its checksum.
-        """
+        """Read a piece, a view of its file; raise Damaged if it does not match its checksum."""
         file, first, count, checksum = piece
         try:
             with safe_open(self.folder / file, "pt") as opened:

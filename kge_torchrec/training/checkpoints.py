@@ -31,6 +31,7 @@ from kge_torchrec.distributed.processes import (
 )
 from kge_torchrec.environment import available_memory
 from kge_torchrec.errors import KGEError, StoreError, first_line
+from kge_torchrec.lines import say
 from kge_torchrec.training.checkpoint_files import (
     MANIFEST,
     THREADS,
@@ -97,8 +98,7 @@ class Checkpoints:
         # Of rank 0: called when a checkpoint is complete, and names that pruning leaves.
         self.completed: Callable[[], object] = lambda: None
         self.held: Callable[[], Collection[str]] = tuple
-        self.say: Callable[[str], object] = log.info  # gets the choice of how to write
-        self._said: set[str] = set()
+        self._said = ""  # how checkpoints are written
         self._writing: _Writing | None = None
 
     def names(self) -> list[str]:
@@ -135,7 +135,7 @@ class Checkpoints:
         return None if copies else self.settle()
 
     def settle(self, waits: bool = True) -> dict[str, Any] | None:
-        """Complete the checkpoint that is being written, and remove old ones.
+        """Complete the checkpoint that is being written; errors are as of ``save``.
 
         Args:
             waits: Whether to wait until all ranks have written.
@@ -143,10 +143,6 @@ class Checkpoints:
         Returns:
             Its name, epoch, pause_ms, seconds, extra_memory_bytes.  None if there is nothing to
             end yet.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
-            NonFiniteParameters: A tensor has NaN or infinity.
         """
         writing, ranks = self._writing, self.processes
         if writing is None:
@@ -186,9 +182,9 @@ class Checkpoints:
             else f"training waits while checkpoints are written: a second copy of {_gib(needed)} "
             f"does not fit into {_gib(free)} of free memory ({KEY})"
         )
-        if text not in self._said and self.processes.is_first:
-            self._said.add(text)
-            self.say(text)
+        if text != self._said:
+            self._said = text
+            say(text)
         return fits
 
     def _complete(self, writing: _Writing, results: list[dict[str, Any]]) -> None:
@@ -241,9 +237,7 @@ class Checkpoints:
             if isinstance(error, Exception) and alike and not is_lost_connection(error):
                 with suppress(KGEError):  # the first error says why training ends
                     self.settle()
-            elif self._writing is not None:
-                self._writing.give_up()
-                self._writing = None
+            self._writing = None  # its thread goes on or ends with the process
             raise
 
     def load(
@@ -290,11 +284,7 @@ class Checkpoints:
         return checkpoint
 
     def open(self, name: str) -> Checkpoint:
-        """Open a checkpoint.
-
-        Raises:
-            Damaged, OSError: It cannot be read.
-        """
+        """Open a checkpoint; raise Damaged or OSError if it cannot be read."""
         return on_first_rank(self.processes, lambda: Checkpoint.open(self.folder / name))
 
     def best(self) -> str | None:
@@ -308,9 +298,7 @@ class Checkpoints:
         return None
 
     def order(self, which: str) -> list[str]:
-        """Return the names of checkpoints to try, in order.
-
-        It warns if the best or the newest checkpoint is missing.
+        """Return the names of checkpoints to try, in order; warn if the best one is missing.
 
         Args:
             which: BEST or NEWEST (the others follow, newest first), or a name (no others follow).
@@ -327,19 +315,13 @@ class Checkpoints:
                     f"{run.path} has no checkpoint {which!r}; it has {', '.join(names)}"
                 )
             return [which]
-        written = on_first_rank(self.processes, lambda: run.last_written)
-        first = names[-1]
-        missing = {NEWEST: written} if written and written > first else {}
-        best = self.best() if which == BEST else None
+        first, best = names[-1], self.best() if which == BEST else None
         if best in names:
             first = best
-        elif best is not None:
-            missing[BEST] = best
-        for kind, name in missing.items() if self.processes.is_first else ():
+        elif best is not None and self.processes.is_first:
             log.warning(
-                "the %s checkpoint of %s, %s, is missing; using %s instead",
-                kind, run.path, name, first,
-            )  # fmt: skip
+                "the best checkpoint of %s, %s, is missing; using %s instead", run.path, best, first
+            )
         return [first, *(name for name in reversed(names) if name != first)]
 
     def _prune(self, newest: str, best: str | None) -> None:
@@ -372,7 +354,6 @@ class _Writing:
     ):  # fmt: skip
         self.name, self.progress, self._copies = name, progress, copies
         self.done, self.result = threading.Event(), dict[str, Any]()
-        self._ends = threading.Event()
         if copies:
             try:
                 rows = [_copy(item) for item in own]
@@ -389,7 +370,7 @@ class _Writing:
     def _write(self, file: Path, rows: list[Rows], threads: int) -> None:
         begun = time.perf_counter()
         try:
-            pieces = write_rows(file, rows, threads, self._ends.is_set)
+            pieces = write_rows(file, rows, threads)
             copied = sum(item.local.nbytes for item in rows) if self._copies else 0
             seconds = time.perf_counter() - begun
             self.result = {"pieces": pieces, "seconds": seconds, "copied": copied}
@@ -398,11 +379,6 @@ class _Writing:
         except Exception as error:
             self.result = {"error": first_line(error)}
         self.done.set()
-
-    def give_up(self) -> None:
-        """End the thread after the piece that it writes."""
-        self._ends.set()
-        self.done.wait()
 
 
 def _copy(rows: Rows) -> Rows:

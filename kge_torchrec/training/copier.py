@@ -7,16 +7,14 @@ import logging
 import threading
 import time
 import uuid
-import zlib
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import META
-from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.errors import KGEError, first_line
+from kge_torchrec.errors import first_line
 from kge_torchrec.training.checkpoint_files import MANIFEST
 from kge_torchrec.training.checkpoints import Checkpoints, names_in
 from kge_torchrec.training.remote_runs import (
@@ -25,33 +23,14 @@ from kge_torchrec.training.remote_runs import (
     MARK,
     ORIGIN,
     SMALL,
-    CopyError,
     RemoteFolder,
     needed_of,
     newest_of,
     origin_of,
 )
-from kge_torchrec.training.run_folder import RunFolder
 
 _PAUSE = 2.0  # seconds between the attempts at the end of training
 log = logging.getLogger(__name__)
-
-
-def copied(folder: RunFolder, config: Config, ranks: Processes, held: ExitStack) -> None:
-    """Copy the run to checkpoint.options.copy_to until ``held`` closes.  Collective.
-
-    Raises:
-        ConfigError: Another run is there.
-        CopyError: The URL cannot be read or written.
-    """
-
-    def begin() -> None:
-        url = config.checkpoint.options.copy_to
-        if url is not None:
-            folder.copier = Copier(folder.path, url)
-            held.callback(folder.copier.finish)
-
-    on_first_rank(ranks, begin)
 
 
 class Copier:
@@ -65,8 +44,8 @@ class Copier:
     def __init__(self, folder: Path, url: str):
         self.folder, self.remote, self.problem = folder, RemoteFolder(url), ""
         self._held: list[str] = []  # checkpoints that are being copied
-        self._sent: dict[str, int] = {}  # files that this process has sent: a checksum, see _send
-        self._due, self._ends = threading.Event(), threading.Event()
+        self._sent: dict[str, bytes] = {}  # manifests that are there, by name
+        self._due, self._ends = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="copy of the run", daemon=True)
         mark, origin = self.remote.mark() or {}, origin_of(folder)
         self._check(mark, origin)
@@ -76,7 +55,6 @@ class Copier:
                 self.remote.fs.rm_file(f"{self.remote.root}/.can-be-written")
         known = origin.get("run") if origin.get("url") == self.remote.url else None
         self._id = mark.get("run") or known or uuid.uuid4().hex
-        self._states = {mark.get("state")}  # of copy.json: the one found, and those written here
 
     def _check(self, mark: dict[str, Any], origin: dict[str, Any]) -> None:
         url, folder, newest = self.remote.url, self.folder, newest_of(self.folder)
@@ -106,7 +84,7 @@ class Copier:
         self._thread.start()
 
     def _run(self) -> None:
-        while self._due.wait() and not self._ends.is_set():
+        while self._due.wait() and not self._ends:
             self._due.clear()
             self._attempt("with the next checkpoint")
 
@@ -114,11 +92,10 @@ class Copier:
         """Copy what is left, and say whether the copy is complete."""
         if self._thread.ident is None:  # the run could not be started
             return
-        self._ends.set()  # the thread ends after the file that it sends
+        self._ends = True  # the thread ends after the state of the run that it copies
         self._due.set()
         try:
             self._thread.join()
-            self._ends.clear()
             for left in (2, 1, 0) if newest_of(self.folder) else ():
                 if self._attempt(f"in {_PAUSE:g} s" if left else ""):
                     break
@@ -152,8 +129,6 @@ class Copier:
             with self.remote.failing_as("cannot be written"):
                 self._copy()
             self.problem = ""
-        except _Ending:
-            pass
         except Exception as error:
             self.problem = first_line(error)
             if when:
@@ -164,7 +139,7 @@ class Copier:
         return not self.problem
 
     def _copy(self) -> None:
-        """Send what is new, and remove the checkpoints that the run has removed."""
+        """Send what is new, then copy.json, and remove the checkpoints that the run has removed."""
         self._send("store", META)
         self._held = needed_of(self.folder)
         while self._held != (now := needed_of(self.folder)):  # some were pruned just before
@@ -173,7 +148,15 @@ class Copier:
             return
         for name in self._held:
             self._send(f"checkpoints/{name}", MANIFEST)
-        self._complete(self._held[0])
+        names = [name for name in SMALL if (self.folder / name).is_file()]
+        for name in names:
+            self.remote.write(name, (self.folder / name).read_bytes())
+        self._save_origin()  # before copy.json, which is another run's without it
+        mark = {
+            "format": FORMAT, "run": self._id, "state": uuid.uuid4().hex, "newest": self._held[0],
+            "files": names,
+        }  # fmt: skip
+        self.remote.write(MARK, json.dumps(mark).encode())
         self._held, kept = [], names_in(self.folder / "checkpoints")
         with suppress(Exception):  # the copy is complete, and the next one removes them
             for name in {*self.remote.checkpoints()} - {*kept}:
@@ -182,47 +165,16 @@ class Copier:
     def _send(self, place: str, name: str) -> None:
         """Send the files that a manifest names, and then the manifest, unless it is there.
 
-        The files have been sent if ``_sent`` has the checksum of the manifest.  Nothing is done
-        without a manifest, as for a store that is in another folder.
+        Nothing is done without a manifest, as for a store that is in another folder.
         """
         name = f"{place}/{name}"
         if not (self.folder / name).is_file():
             return
         manifest = (self.folder / name).read_bytes()
-        checksum = zlib.crc32(manifest)
-        if self._sent.get(name) == checksum:
-            return
-        if (there := self.remote.read(name)) != manifest:
+        if self._sent.get(name) != manifest and (there := self.remote.read(name)) != manifest:
             if there is not None:  # its files are replaced
                 self.remote.fs.rm_file(f"{self.remote.root}/{name}")
             sizes = {f"{place}/{k}": size for k, size in json.loads(manifest)["files"].items()}
-            left = {k: size for k, size in sizes.items() if self._sent.get(k) != checksum}
-            for file in self.remote.send(self.folder, left):
-                self._sent[file] = checksum
-                if self._ends.is_set():
-                    raise _Ending(file)
+            self.remote.send(self.folder, sizes)
             self.remote.write(name, manifest)
-        self._sent[name] = checksum
-
-    def _complete(self, newest: str) -> None:
-        """Write the small files, and copy.json."""
-        there = self.remote.mark()
-        if there is not None and there["state"] not in self._states:
-            raise CopyError("another process copies a run there: end one of the two")
-        names = [name for name in SMALL if (self.folder / name).is_file()]
-        for name in names:
-            content = (self.folder / name).read_bytes()
-            if self._sent.get(name) != zlib.crc32(content):
-                self.remote.write(name, content)
-                self._sent[name] = zlib.crc32(content)
-        state = uuid.uuid4().hex
-        self._states.add(state)
-        self._save_origin()  # before copy.json, which is another run's without it
-        mark = {
-            "format": FORMAT, "run": self._id, "state": state, "newest": newest, "files": names,
-        }  # fmt: skip
-        self.remote.write(MARK, json.dumps(mark).encode())
-
-
-class _Ending(KGEError):
-    """Training ends: what is left is copied by the thread that trained."""
+        self._sent[name] = manifest

@@ -49,9 +49,6 @@ class DiskTable:
         init: The distribution of the initial values.
         processes: The ranks.
 
-    Attributes:
-        rows: The rows of this rank in files, for a checkpoint.
-
     Raises:
         DiskError: The disk has no space for the files, or they cannot be made.
     """
@@ -127,12 +124,7 @@ class DiskTable:
         return {name: tensor[first:stop] for name, tensor in self._memory.items()}
 
     def show(self, parts: tuple[int, ...], following: tuple[int, ...] | None) -> None:
-        """Have these parts in memory for a step; read ahead what the next stage needs.
-
-        Args:
-            parts: The part in each place.
-            following: The same for the next stage; None if there is none in this epoch.
-        """
+        """Have these parts in memory for a step; read ahead what the next stage needs."""
         for place, part in enumerate(parts):
             if self._parts[place] != part:
                 self._bring(place, part)

@@ -73,9 +73,11 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
             x, ids = anchor.repeat_interleave(_K, 1), relation.repeat_interleave(_K, 1)
             y = candidates.repeat(1, _B, 1)
             single = scorer.score(x, ids, y, side)
-            _check_shape(f"{key}: pairs", single, (_C, _B * _K), "score for each query and its row")
+            _check_result(
+                f"{key}: pairs", single, (_C, _B * _K), "score for each query and its row"
+            )
             matrix = scorer.matrix(scorer.encode(anchor, relation, side), candidates)
-            _check_shape(f"{key}: matrix", matrix, (_C, _B, _K), "score for each query and row")
+            _check_result(f"{key}: matrix", matrix, (_C, _B, _K), "score for each query and row")
             scores[side] = (x, ids, y, single)
             if not torch.allclose(matrix.flatten(), single.flatten(), rtol=1e-2, atol=1e-3):
                 raise ConfigError(
@@ -113,7 +115,7 @@ def _check_loss(key: str, loss: Loss, regime: str, device: torch.device) -> None
                 f"{key}: forward(positive, query, negative, mask) fails: {error}"
                 f"{'' if query is None else several}"
             ) from error
-        _check_shape(f"{key}: forward", losses, (_B,), per_query)
+        _check_result(f"{key}: forward", losses, (_B,), per_query)
         if not torch.equal(losses, others):
             raise ConfigError(
                 f"{key}: forward ignores mask: its result depends on candidates that are not "
@@ -125,9 +127,9 @@ def _check_loss(key: str, loss: Loss, regime: str, device: torch.device) -> None
         query = torch.arange(_B, device=device)
         answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
         statistics = closed_form.partial_statistics(scores, answers)
-        _check_shape(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")
+        _check_result(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")
         losses = closed_form.loss(closed_form.reduce(statistics[None]))
-        _check_shape(f"{key}: loss", losses, (_B,), per_query)
+        _check_result(f"{key}: loss", losses, (_B,), per_query)
 
 
 def _same_draws(loss: Loss, *args: Any) -> Any:
@@ -136,11 +138,17 @@ def _same_draws(loss: Loss, *args: Any) -> Any:
     return loss(*args)
 
 
-def _check_shape(what: str, result: Any, shape: tuple[int, ...], due: str) -> None:
-    if isinstance(result, Tensor) and result.shape == shape:
+def _check_result(
+    what: str, result: Any, shape: tuple[int, ...], due: str, dtype: torch.dtype | None = None
+) -> None:
+    """Raise ConfigError unless a result is a tensor of a shape, and of a dtype if that matters."""
+    if isinstance(result, Tensor) and result.shape == shape and dtype in (None, result.dtype):
         return
-    got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-    raise ConfigError(f"{what} returns {got} where {shape} is due; return one {due}")
+    got = type(result).__name__
+    if isinstance(result, Tensor):
+        got = f"{result.dtype} {tuple(result.shape)}" if dtype else f"shape {tuple(result.shape)}"
+    wanted = f"{dtype} {shape}" if dtype else shape
+    raise ConfigError(f"{what} returns {got} where {wanted} is due; return one {due}")
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:
@@ -185,38 +193,22 @@ def check_sampler(
         chunks = Chunks(side, numbers.clone(), some_triples)
         turned = Chunks(side, numbers.flip(0), lambda: some_triples().flip(0))
         ids = sampler.sample(chunks)
-        if not (isinstance(ids, Tensor) and ids.dtype == torch.int64):
-            raise ConfigError(
-                f"{name} does not return a tensor of int64 ids; convert them by .long(), or an "
-                "array by torch.from_numpy(ids.astype(np.int64))"
-            )
-        if ids.shape != numbers.shape:
-            raise ConfigError(
-                f"{name} returns ids of shape {tuple(ids.shape)} for random numbers of shape "
-                f"{tuple(numbers.shape)}; return an id for each random number, in the same shape"
-            )
+        due = "id for each random number, such as (chunks.numbers * store.num_entities).long()"
+        _check_result(f"{name}: sample", ids, (4, 16), due, torch.int64)
         if ids.min() < 0 or ids.max() >= num_entities:
             raise ConfigError(
-                f"{name} returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); "
-                "return ids of entities of the store, such as (chunks.numbers * "
-                "store.num_entities).long()"
+                f"{name}: sample returns ids from {ids.min()} to {ids.max()}, outside "
+                f"[0, {num_entities}); return one {due}"
             )
         if not torch.equal(ids, sampler.sample(turned).flip(0)):
             raise ConfigError(
-                f"{name} returns ids that depend on more than their chunk: ranks would not agree. "
-                "Compute them from the chunk's random numbers and triples only, without a "
+                f"{name}: sample returns ids that depend on more than their chunk: ranks would not "
+                "agree. Compute them from the chunk's random numbers and triples only, without a "
                 "generator, a counter or the position of the chunk"
             )
-        if triples is None:
-            continue
-        mask = sampler.excluded(chunks, chunks.triples.reshape(-1, 3), ids)
-        shape = 8, ids.shape[1]
-        fine = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape
-        if mask is not None and not fine:
-            is_tensor = isinstance(mask, Tensor)
-            what = f"{mask.dtype} {tuple(mask.shape)}" if is_tensor else type(mask).__name__
-            raise ConfigError(
-                f"{name} returns {what} from excluded, where a bool tensor {shape} is due: one row "
-                "per triple and one column per candidate; repeat each row of the candidates for "
-                "the triples of its chunk"
-            )
+        mask = None
+        if triples is not None:
+            mask = sampler.excluded(chunks, chunks.triples.reshape(-1, 3), ids)
+        if mask is not None:
+            due = "row per triple with a column per candidate of its chunk"
+            _check_result(f"{name}: excluded", mask, (8, 16), due, torch.bool)

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -38,8 +38,7 @@ CONFIG, LOCK, PARTIAL = "config.yaml", ".fetching", ".fetched"
 KEY = "checkpoint.options.copy_to"
 # config.yaml, the last, makes a folder a run.  tensorboard/ and the files of a race stay.
 SMALL = ("frozen.npy", "race.json", "plan.txt", "metrics.jsonl", "trackers.json", "results.json",
-         "resumed.json", "extended.json", CONFIG)  # fmt: skip
-_TOGETHER = 8  # files that one call sends to a file system with parallel streams
+         "extended.json", CONFIG)  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -99,17 +98,14 @@ class RemoteFolder:
         else:
             self.fs.pipe_file(path, content)
 
-    def send(self, folder: Path, sizes: dict[str, int]) -> Iterator[str]:
-        """Upload files of a folder; yield the name of each that has arrived in its size."""
-        names, count = [*sizes], _TOGETHER if self.fs.async_impl else 1
-        for group in (names[first : first + count] for first in range(0, len(names), count)):
-            there = [self._path_to_write(name) for name in group]
-            self.fs.put([str(folder / name) for name in group], there)
-            self.fs.invalidate_cache()
-            for name, size in zip(group, self.fs.sizes(there), strict=True):
-                if size != sizes[name]:
-                    raise CopyError(f"{name} arrived with {size:,} of {sizes[name]:,} bytes")
-                yield name
+    def send(self, folder: Path, sizes: dict[str, int]) -> None:
+        """Upload files of a folder; raise CopyError if one does not arrive in its size."""
+        there = [self._path_to_write(name) for name in sizes]
+        self.fs.put([str(folder / name) for name in sizes], there)
+        self.fs.invalidate_cache()
+        for name, size in zip(sizes, self.fs.sizes(there), strict=True):
+            if size != sizes[name]:
+                raise CopyError(f"{name} arrived with {size:,} of {sizes[name]:,} bytes")
 
     def _path_to_write(self, name: str) -> str:
         path = f"{self.root}/{name}"
@@ -192,16 +188,11 @@ def cache_of(url: str) -> Path:
     return Path(users, "kge_torchrec", "runs", name)
 
 
-def folder_to_resume(run: str | Path, name: Callable[[], str | None]) -> RunFolder:
-    """Return the folder in which a run resumes, given by its path or by its URL.
-
-    A run at a URL continues in the folder ``name()``, or in runs/NAME with the end of the URL.
-    """
-    if not is_url(run):
-        return RunFolder(run)
-    folder = RunFolder(name() or f"runs/{str(run).rstrip('/').rpartition('/')[2]}")
-    if not take_over(str(run), folder, str(folder.path)):
-        raise _no_run_at(run)
+def folder_to_resume(url: str, name: str | None) -> RunFolder:
+    """Bring the run at a URL into a folder to resume it there; by default runs/NAME of the URL."""
+    folder = RunFolder(name or f"runs/{url.rstrip('/').rpartition('/')[2]}")
+    if not take_over(url, folder, str(folder.path)):
+        raise _no_run_at(url)
     return folder
 
 
@@ -240,10 +231,6 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
 
     Returns:
         Whether there is a run at the URL.
-
-    Raises:
-        ConfigError: Something else is in the folder.
-        CopyError, Damaged: The copy cannot be read.
     """
     remote, is_run = RemoteFolder(url), (folder / CONFIG).is_file
     try:
@@ -270,8 +257,8 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
                     f"run.dir: {folder} holds something else than the run at {remote.url}; name "
                     "another folder by --run.dir"
                 )
-            there = RunFolder(folder)
-            there.remove([CONFIG, *(there.entries - {CONFIG, LOCK})])
+            others = (path.name for path in folder.glob("*") if path.name not in (CONFIG, LOCK))
+            RunFolder(folder).remove(CONFIG, *others)
         _fetch(remote, mark, folder, resumes)
     return True
 
@@ -318,11 +305,7 @@ def _bring_checkpoints(remote: RemoteFolder, folder: Path, newest: str) -> list[
 
 
 def _bring(remote: RemoteFolder, folder: Path, place: str, manifest: str) -> None:
-    """Bring the files that a manifest names, and then the manifest, unless it is here.
-
-    Raises:
-        Damaged: A file is missing, or is not what the manifest says.
-    """
+    """Bring the files that a manifest names, and then the manifest, unless it is here."""
     content, target = remote.read(f"{place}/{manifest}") or b"", folder / place
     with suppress(OSError):
         if (target / manifest).read_bytes() == content:

@@ -30,11 +30,7 @@ def facts_of(
 ) -> Facts:
     """Return the facts that decide, together with the config, which keys have an effect.
 
-    Args:
-        config: The config.
-        on_cuda: Whether the run trains on CUDA; None if unknown.
-        triples: Splits in memory that replace data.path, if any.
-        extended: Whether ``extend`` made the run.
+    ``on_cuda`` is None if it is unknown; ``triples`` in memory replace data.path.
     """
     path = Path(config.data.path)
     is_store = triples is None and (path / META).is_file()
@@ -65,15 +61,8 @@ def open_store(
     Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
     same files.
 
-    Args:
-        config: The config.
-        path: The folder, of a run or for other purposes.
-        processes: The ranks.
-        progress: Whether to show progress bars.
-
     Raises:
         DataError: The data is invalid, or the store of a trained run is missing.
-        OtherRankFailed: Another rank cannot read the store.
     """
     data, folder = config.data, RunFolder(path)
 

@@ -12,7 +12,6 @@ Files:
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     stopped.json     the checkpoint from which a run resumes that a signal stopped
-    resumed.json     the checkpoint from which a run was last resumed
     extended.json    for an extended run: the old run and checkpoint, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
     copied.json      the URL of the run's copy, and whether the copy is complete
@@ -30,7 +29,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -46,8 +45,8 @@ log = logging.getLogger(__name__)
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 FILES = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-         "checkpoints", "results.json", "stopped.json", "resumed.json", "parts", "copied.json",
-         "store", "frozen.npy", "extended.json", "config.yaml", ".lock")  # fmt: skip
+         "checkpoints", "results.json", "stopped.json", "parts", "copied.json",
+         "store", "frozen.npy", "extended.json", "config.yaml")  # fmt: skip
 
 
 class RunFolder:
@@ -66,11 +65,10 @@ class RunFolder:
             path / name for name in ("checkpoints", "store", "metrics.jsonl")
         )
         self.results, self.stopped = path / "results.json", path / "stopped.json"
-        self.resumed = path / "resumed.json"
         self.race, self.racers = path / "race.json", path / "race"
         self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
         self.parts = path / "parts"  # the files of a table on disk, while the run trains
-        self.is_own = False  # whether a start made the folder, so that it goes with the run
+        self.is_own = False  # whether this start made the folder
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
@@ -104,11 +102,7 @@ class RunFolder:
         return next((x for x in (path, self.store, *beside) if (x / META).is_file()), None)
 
     def store_of(self, data: str) -> Path:
-        """Return the path of the run's store.
-
-        Raises:
-            StoreError: It is missing.
-        """
+        """Return the path of the run's store; raise StoreError if it is missing."""
         found = self.find_store(data)
         if found is None:
             raise StoreError(
@@ -158,11 +152,6 @@ class RunFolder:
         lines = self.metrics.read_text("utf-8")
         return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
 
-    @property
-    def entries(self) -> frozenset[str]:
-        """Names of the files and folders in this folder."""
-        return frozenset(x.name for x in self.path.glob("*"))
-
     def create(self, config: Config) -> None:
         """Make the folder and write the config.
 
@@ -179,22 +168,18 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.is_own = True
 
-    def clear(self, kept: Collection[str] = ()) -> None:
-        """Remove the files of a run, but those of these names, so that another one may start."""
-        partial = (path.name for path in self.path.glob(".*.partial-*"))
-        self.remove(name for name in (*partial, *FILES) if name not in kept)
+    def clear(self) -> None:
+        """Remove the files of a run, so that another one may start."""
+        self.remove(*FILES, *(path.name for path in self.path.glob(".*.partial-*")))
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files of a run, and the folder if a start made it and it is empty."""
+    def remove(self, *names: str) -> None:
+        """Remove files and folders of this folder."""
         for name in names:
             path = self.path / name
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        if self.is_own and not any(self.path.iterdir()):
-            self.path.rmdir()
-            self.is_own = False
 
     def check_free(self) -> None:
         """Check that a new run can be made in this folder.

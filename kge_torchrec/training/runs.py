@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError
+from kge_torchrec.config.checks import is_url
 from kge_torchrec.config.keys import (
     changed_keys,
     check_effects,
@@ -40,7 +42,7 @@ from kge_torchrec.training.checkpoints import (
     name_of,
     no_checkpoint,
 )
-from kge_torchrec.training.copier import copied
+from kge_torchrec.training.copier import Copier
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
@@ -67,8 +69,8 @@ class Extras:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
         rank_test: Whether to rank test at the end.
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
-        is_trial: Whether this is a trial of a search: keys without effect are accepted, the files
-            of a trial that fails stay, and it writes no lines.
+        is_trial: Whether this is a trial of a search: keys without effect are accepted, and it
+            writes no lines.
         is_checked: Whether the caller has checked which keys have an effect.
     """
 
@@ -89,7 +91,7 @@ def train_run(
     resumes: RunFolder | None = None,
     force: bool = False,
 ) -> RunFolder:
-    """Train a run, from its start or from its newest checkpoint.  Collective.
+    """Train a run, from its start or from its newest checkpoint; return its folder.  Collective.
 
     Args:
         config: The config from now on.
@@ -97,9 +99,6 @@ def train_run(
         triples: Splits in memory to train on instead of data.path.
         resumes: The run to resume; None: run.resume says whether the one in run.dir resumes.
         force: Whether a run may start at epoch 1 if all its checkpoints are missing.
-
-    Returns:
-        The folder of the run.
     """
     if triples is not None and config.run.resume != "never":
         raise ConfigError(
@@ -112,15 +111,17 @@ def train_run(
         ExitStack() as held,
         silence(extras.is_trial),
     ):
-        folder, before, config, others = on_first_rank(
+        folder, before, config = on_first_rank(
             ranks, lambda: _claim(config, extras, ranks, held, triples, resumes)
         )
-        held.enter_context(_endings_named(folder, ranks))
-        clears = before is None and not extras.is_trial
-        with _cleared_on_failure(folder, others, ranks) if clears else nullcontext():
-            copied(folder, config, ranks, held)
+        with _ending(folder, ranks):
+            on_first_rank(ranks, lambda: _begin_copy(folder, config, held))
             if triples is not None:
-                on_first_rank(ranks, lambda: _prepare(config, triples, folder))
+                data = config.data
+                on_first_rank(
+                    ranks,
+                    lambda: prepare(triples, folder.store, data, seed=config.seed, log_notes=False),
+                )
             _train(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
@@ -130,7 +131,10 @@ def resume_run(
     path: str | Path, overrides: Overrides = (), extras: Extras = NOTHING, force: bool = False
 ) -> RunFolder:
     """Resume the run in a folder or at a URL, see ``api.resume``.  Collective."""
-    folder = folder_to_resume(path, lambda: config_from_dict({}, overrides).run.dir)
+    if is_url(path):
+        folder = folder_to_resume(str(path), config_from_dict({}, overrides).run.dir)
+    else:
+        folder = RunFolder(path)
     config = with_absolute_paths(folder.load_config(overrides))
     check_resume(folder.load_config(), config, folder.path)  # before a process group is joined
     return train_run(config, extras, resumes=folder, force=force)
@@ -143,15 +147,11 @@ def _claim(
     held: ExitStack,
     triples: Mapping[str, InMemory] | None,
     resumes: RunFolder | None,
-) -> tuple[RunFolder, Config | None, Config, frozenset[str]]:
+) -> tuple[RunFolder, Config | None, Config]:
     """Lock the folder of a run until ``held`` closes, and make the run if it is new.
 
     Returns:
-        The folder, the config of the run so far (None: it is new), the config from now on, and the
-        names of other files that were in the folder of a new run.
-
-    Raises:
-        ConfigError: The folder is not free, or the run must not resume with this config.
+        The folder, the config of the run so far (None: it is new), and the config from now on.
     """
     on_cuda, mode = ranks.device.type == "cuda", config.run.resume
     continues = resumes is not None or (
@@ -170,10 +170,10 @@ def _claim(
         before = folder.load_config()
         facts = facts_of(config, on_cuda, extended=folder.extension.is_file())
         check_effects(config, facts, changed_keys(before, config))
-        return folder, before, config, frozenset()
+        return folder, before, config
     if mode != "never" and folder.holds_run:
         config = _as_there(folder, config)
-        return folder, config, config, frozenset()
+        return folder, config, config
     if mode == "require":
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
@@ -181,21 +181,15 @@ def _claim(
         )
     if was_started and folder.is_abandoned:
         say(f"an earlier start in {folder.path} ended before its first checkpoint; starting anew")
-        folder.clear(kept=(".lock",))
-        folder.is_own = True
-    others = folder.entries - {".lock"}
+        folder.clear()
     if triples is not None:
         config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
     folder.create(config)
-    return folder, None, config, others
+    return folder, None, config
 
 
 def _as_there(folder: RunFolder, config: Config) -> Config:
-    """Return the config with which the run in a folder resumes by run.resume.
-
-    Raises:
-        ConfigError: The config of the run differs.
-    """
+    """Return the config with which the run in a folder resumes by run.resume, if it is the same."""
     there = folder.load_config()
     # Reuse resolved values, also with other ranks than before.
     config = config.filled_from(there, raced=folder.race.is_file())
@@ -214,13 +208,19 @@ def _as_there(folder: RunFolder, config: Config) -> Config:
     return config
 
 
-def _prepare(config: Config, triples: Mapping[str, InMemory], folder: RunFolder) -> None:
-    prepare(triples, folder.store, config.data, seed=config.seed, log_notes=False)
+def _begin_copy(folder: RunFolder, config: Config, held: ExitStack) -> None:
+    """Copy the run to checkpoint.options.copy_to until ``held`` closes."""
+    if (url := config.checkpoint.options.copy_to) is not None:
+        folder.copier = Copier(folder.path, url)
+        held.callback(folder.copier.finish)
 
 
 @contextmanager
-def _endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
-    """Say of a KeyboardInterrupt how to resume the run, and write stopped.json at a signal."""
+def _ending(folder: RunFolder, ranks: Processes) -> Iterator[None]:
+    """Say how to resume an interrupted run, and remove a folder that was made for nothing.
+
+    stopped.json tells a scheduler's script of a run that a signal stopped.
+    """
     try:
         yield
     except TrainingStopped:
@@ -236,19 +236,9 @@ def _endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
         raise TrainingInterrupted(
             f"interrupted; resume with `train --resume {folder.path}`."
         ) from error
-
-
-@contextmanager
-def _cleared_on_failure(
-    folder: RunFolder, others: frozenset[str], ranks: Processes
-) -> Iterator[None]:
-    """Remove the files of a new run that fails before its first checkpoint, but no ``others``."""
-    try:
-        yield
     except Exception:
-        if ranks.is_first and not (folder.has_checkpoint or folder.has_race):
-            with suppress(OSError):  # the next start in the folder tries again
-                folder.clear(others)
+        if ranks.is_first and folder.is_own and not (folder.has_checkpoint or folder.has_race):
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 
@@ -263,53 +253,38 @@ def _train(
     """Train the run in a folder that this program holds, and write its results.  Collective.
 
     It resumes from the newest checkpoint.  Without one it starts, and the caller may first complete
-    the config.
-
-    Args:
-        folder: Folder of the run.
-        config: The config from now on.
-        ranks: The ranks of the run.
-        extras: What the caller adds.
-        before: The config so far; None: the run is new.
-        force: Whether to start at epoch 1 if all written checkpoints are missing.
+    the config.  ``before`` is the config so far; None: the run is new.
     """
     on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
-    is_new = before is None
-    chosen = config if extras.choose is None else extras.choose(config, folder, ranks)
-    before, config = (chosen if before in (None, config) else before), chosen
+    if extras.choose is not None:
+        config = extras.choose(config, folder, ranks)
     starts = not Checkpoints(folder.checkpoints, ranks).names()
-    has_begun = not is_new and on_first_rank(ranks, folder.metrics.is_file)
     if starts:
         on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
     session = Session(config, folder, ranks)
     progress = begin(session) if starts else session.restore()
-    if starts and session.config != config and before == config:
+    if starts:
         open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
         values = {key: attrgetter(key)(session.config) for key in open_keys}
         shown = ", ".join(f"{key} {value}" for key, value in values.items() if value != "all")
         if shown:
             say(f"defaults for this graph: {shown}", values=values)
-    if not starts:
+    else:
         epochs = session.config.train.epochs
-        if progress.epoch < epochs:
-            origin = {"checkpoint": name_of(progress)}
-            on_first_rank(ranks, lambda: files.write_json(folder.resumed, origin))
         step = f" and {progress.step} steps" if progress.step else ""
         say(
             f"training goes on from checkpoint {name_of(progress)}, after {progress.epoch} of "
             f"{epochs} epochs{step}"
         )
         reason = progress.early_stop(session.config.evaluation)
-        if reason and epochs > before.train.epochs:
+        if reason and before is not None and epochs > before.train.epochs:
             raise ConfigError(
                 f"train.epochs {epochs}: training ended after epoch {progress.epoch}, and would "
                 f"end there again: {reason}. Set evaluation.patience to 0 (no early stop), or "
                 "above, as well"
             )
-    if session.config != before:
-        on_first_rank(ranks, lambda: folder.save_config(session.config))
-    resumed_at = None if starts and not has_begun else progress.global_step
-    _fit(session, progress, extras, before, resumed_at)
+    on_first_rank(ranks, lambda: folder.save_config(session.config))
+    _fit(session, progress, extras)
 
 
 def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
@@ -329,13 +304,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _fit(
-    session: Session,
-    progress: TrainState,
-    extras: Extras,
-    before: Config,
-    resumed_at: int | None,
-) -> None:
+def _fit(session: Session, progress: TrainState, extras: Extras) -> None:
     """Train a session to its end, and write the results."""
     from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
 
@@ -349,15 +318,14 @@ def _fit(
     on_first_rank(ranks, lambda: plan.write_text(f"{layout}\n", encoding="utf-8"))
 
     def open_log() -> MetricsLog | None:
-        return MetricsLog(folder, session.config, resumed_at) if ranks.is_first else None
+        step = progress.global_step
+        return MetricsLog(folder, session.config, step) if ranks.is_first else None
 
     log = on_all_ranks(ranks, open_log)
     if folder.copier is not None:
         folder.copier.follow(session.checkpoints)
     try:
         trainer = Trainer(session, progress, log, extras.callbacks)
-        if resumed_at is not None:
-            trainer.say_if_rate_changes(before.train)
         progress = trainer.run()
         results = _results(session, progress, extras.rank_test) | {"notes": notes}
 

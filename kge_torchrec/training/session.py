@@ -67,14 +67,7 @@ def load_trained(
 
     It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
     about a second after the program starts.  Its rows are split evenly over the ranks; each rank
-    holds the whole scorer.  Everything is float32.
-
-    Args:
-        config: The config of the run.
-        folder: Folder of the run.
-        processes: The ranks.
-        which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
-            newest is not readable, the newest readable one is used, with a warning.
+    holds the whole scorer.  Everything is float32.  ``which`` is as for ``Checkpoints.order``.
 
     Returns:
         The model, the progress of its checkpoint, and the config with numbers in place of null.
@@ -117,10 +110,7 @@ def load_trained(
 class Session:
     """A run in memory, ready to train.  Collective: every rank makes one with the same arguments.
 
-    Args:
-        config: The config; the attribute ``config`` has numbers in place of null where resolved.
-        folder: Folder of the run.
-        processes: The ranks of the run.
+    ``config`` then has numbers in place of null where they are resolved.
 
     Raises:
         ConfigError: The settings cannot be trained or run on this machine.
@@ -234,7 +224,7 @@ class Session:
             if self.disk is not None:
                 self.disk.forget()
             self.averaging.resume(checkpoint.progress.averaged)
-            return self.averaging.with_average(self.rows(), checkpoint.progress.averaged)
+            return self.averaging.with_average(self.rows())
 
         progress = self.checkpoints.load(self.checkpoints.order(NEWEST), rows_of).progress
         self.take_numbers(progress)
@@ -262,7 +252,7 @@ class Session:
         # With preset dicee a rank without gradients does not count a step.
         progress.table_step = int(self.processes.largest([self.backend.table.steps])[0])
         progress.parts = self._layout
-        return self.averaging.with_average(self.rows(), self.averaging.count)
+        return self.averaging.with_average(self.rows())
 
     def rows(self) -> list[Rows]:
         """Return this rank's rows; those of a table on disk lie in its files."""
@@ -294,13 +284,8 @@ class Session:
     def restore_parameters(self) -> TrainState:
         """Load only the parameters of the best checkpoint, to use but not to train them further.
 
-        If no best one is known or readable, it is the newest readable one.
-
         Returns:
             The progress of the checkpoint.
-
-        Raises:
-            CheckpointError: The run has no readable checkpoint.
         """
         self.averaging.clear()
         rows = [own for own in self.rows() if own.name.startswith("model.")]

@@ -7,20 +7,15 @@
 Rows whose label is new keep the initial values that they have, and their optimizer state is zero.
 Each rank reads the rows that it needs, and no rank holds a whole table.
 
-Entities of a run may have features.  Where entities of the new run have features too, rows of
-entities and of features start from those of the run; otherwise entities start from its sums.
-
-Shapes: N entities, F features, R relations, M rows of the source with W elements each, m of them at
-a time, D elements of an entity's vector here.
+Shapes: N entities, F features, R relations, m rows of the source at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.compute as pc
@@ -28,9 +23,9 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ConfigError, ModelConfig
-from kge_torchrec.data.features import Features
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import (
+    Vectors,
     check_finite,
     nothing_in_common,
     numbers_of,
@@ -38,11 +33,11 @@ from kge_torchrec.data.vectors import (
 )
 from kge_torchrec.distributed.dense import FrozenDense
 from kge_torchrec.distributed.processes import OtherRankFailed, Rows, on_all_ranks, on_first_rank
-from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
-from kge_torchrec.embeddings.feature_rows import FeatureBags
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.errors import DataError, StoreError
 from kge_torchrec.lines import say
 from kge_torchrec.models.scorers import build_scorer
+from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.training.checkpoint_files import Checkpoint, Damaged
 from kge_torchrec.training.checkpoints import (
     BEST,
@@ -61,12 +56,8 @@ Pieces = Iterable[tuple[int, Tensor]]  # first row, and rows (m, ...)
 def begin(session: Session) -> TrainState:
     """Start a new run from what it extends or from model.init_from, if any.  Collective.
 
-    Returns:
-        The progress of a new run.
-
     Raises:
-        DataError, ConfigError: The vectors are unusable: NaN, a different width, two vectors for
-            one label, or no label in common.  Raised on every rank.
+        DataError, ConfigError: The vectors are unusable.  Raised on every rank.
         CheckpointError: The checkpoint of the run that is extended is not readable, or not finite.
     """
     folder, source = session.folder, session.config.model.init_from
@@ -173,13 +164,7 @@ PiecesOf = Callable[[str, np.ndarray], Pieces]  # from a tensor's name and sorte
 
 
 def _fill(session: Session, rows: list[Rows], numbers: RowMap, pieces_of: PiecesOf) -> None:
-    """Write rows of a source into those of a run.  Collective.
-
-    Args:
-        session: The run.
-        rows: Rows of the run on this rank.
-        numbers: Their numbers in the source.
-        pieces_of: Returns the pieces of the source that have some rows.
+    """Write rows of a source, by their numbers in it, into those of a run.  Collective.
 
     Raises:
         Damaged: The source lacks rows, or a piece does not match its checksum.
@@ -258,116 +243,97 @@ def _check_store(checkpoint: Checkpoint, store: TripleStore) -> None:
 # model.init_from
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Vectors of entities, and where to find those of the new run's entities among them."""
-
-    path: Path
-    width: int  # W
-    numbers: RowMap
-    pieces: PiecesOf
-
-
 def _start_from(session: Session, path: str) -> None:
     """Replace random rows by those of a file, or of the folder or URL of a run.  Collective."""
-    ranks, model = session.processes, session.config.model
+    ranks, store, model = session.processes, session.store, session.config.model
     folder = on_all_ranks(ranks, lambda: folder_of(path))
-    relations = ""
+    names, relations = [TABLE], ""
     if on_first_rank(ranks, lambda: folder.holds_run):
         checkpoints = Checkpoints(folder.checkpoints, ranks)
         checkpoint = checkpoints.open(checkpoints.order(BEST)[0])
-        source = on_all_ranks(ranks, lambda: _of_run(session, folder, checkpoint))
-        relations = _start_scorer(session, folder, checkpoint, source.numbers)
+        before = on_first_rank(ranks, folder.load_config).model
+        numbers = on_all_ranks(ranks, lambda: _of_run(session, folder, checkpoint))
+        width, pieces_of = before.dim, cast(PiecesOf, checkpoint.rows)
+        same = ("scorer", "dim", "reciprocal", "normalization", "options")
+        if all(getattr(model, key) == getattr(before, key) for key in same):
+            names.append("model.objective.")
+            known = int((numbers.relations >= 0).sum())
+            relations = f"; {known:,} of {len(numbers.relations):,} relations as well"
+        else:
+            relations = "; relations are drawn, since that run has a different scorer"
     else:
-        source = on_all_ranks(ranks, lambda: _of_file(session, folder.path))
-    scorer, width = session.scorer, source.width
-    wanted = scorer.row_dim - scorer.zero_columns
-    if width not in (scorer.row_dim, wanted):
-        raise ConfigError(
-            f"model.init_from: the vectors of {source.path} have dim {width}, but entities here "
-            f"have dim {wanted}; set model.dim to {width + scorer.zero_columns}, or project the "
-            f"vectors to {wanted} elements first"
-        )
-    rows = session.rows()
-    table = [own._replace(local=own.local[:, :width]) for own in rows if own.name == TABLE]
-    _fill(session, table, source.numbers, source.pieces)
-    starts = source.numbers.entities[: session.store.num_entities] >= 0
+        vectors = on_all_ranks(ranks, lambda: open_vectors(folder.path))
+        numbers = on_all_ranks(ranks, lambda: _of_file(session, vectors))
+        width, pieces_of = vectors.width, partial(_pieces, vectors)
+    on_first_rank(ranks, lambda: _check_width(session.scorer, folder, width))
+    rows = [
+        own._replace(local=own.local[:, :width]) if own.name == TABLE else own
+        for own in session.rows()
+        if own.name.startswith(tuple(names))
+    ]
+    _fill(session, rows, numbers, pieces_of)
+    starts = numbers.entities[: store.num_entities] >= 0
     if model.init_options.frozen:
         on_first_rank(ranks, lambda: session.folder.save_frozen(starts))
     count, drawn = int(starts.sum()), int((~starts).sum())
     say(
-        f"model.init_from {source.path}: {count:,} of {len(starts):,} entities start from it"
+        f"model.init_from {folder.path}: {count:,} of {len(starts):,} entities start from it"
         + (f", {drawn:,} are drawn" if drawn else "")
         + relations
     )
 
 
-def _of_file(session: Session, path: Path) -> _Source:
-    vectors, store = open_vectors(path), session.store
+def _check_width(scorer: Scorer, folder: RunFolder, width: int) -> None:
+    dim = scorer.row_dim - scorer.zero_columns
+    if width not in (dim, scorer.row_dim):
+        raise ConfigError(
+            f"model.init_from: the vectors of {folder.path} have dim {width}, but entities here "
+            f"have dim {dim}; set model.dim to {width + scorer.zero_columns}, or project the "
+            f"vectors to {dim} elements first"
+        )
+
+
+def _of_file(session: Session, vectors: Vectors) -> RowMap:
+    store = session.store
     entities = np.full(store.num_rows, -1)
     entities[: store.num_entities] = numbers_of(vectors, store.entities.array)
-
-    def pieces(_: str, wanted: np.ndarray) -> Pieces:
-        first = 0
-        for rows in vectors.rows():
-            low, high = np.searchsorted(wanted, [first, first + len(rows)])
-            check_finite(vectors, first, rows, wanted[low:high] - first)
-            yield first, torch.from_numpy(np.array(rows))
-            first += len(rows)
-        if first != len(vectors.labels):
-            raise DataError(
-                f"{vectors.source} has {first:,} vectors for {len(vectors.labels):,} labels"
-            )
-
-    none = np.full(store.num_relations, -1)
-    return _Source(path, vectors.width, RowMap(session.config.model, entities, none, 0), pieces)
+    return RowMap(session.config.model, entities, np.full(store.num_relations, -1), 0)
 
 
-def _of_run(session: Session, folder: RunFolder, checkpoint: Checkpoint) -> _Source:
-    """Return a run's rows, or the sums with its features if entities have none here."""
+def _pieces(vectors: Vectors, _: str, wanted: np.ndarray) -> Pieces:
+    """Yield all vectors of a file, some thousand at a time, and check those that are wanted."""
+    first = 0
+    for rows in vectors.rows():
+        low, high = np.searchsorted(wanted, [first, first + len(rows)])
+        check_finite(vectors, first, rows, wanted[low:high] - first)
+        yield first, torch.from_numpy(np.array(rows))
+        first += len(rows)
+    if first != len(vectors.labels):
+        raise DataError(
+            f"{vectors.source} has {first:,} vectors for {len(vectors.labels):,} labels"
+        )
+
+
+def _of_run(session: Session, folder: RunFolder, checkpoint: Checkpoint) -> RowMap:
     old, new = _store_of(folder), session.store
     _check_store(checkpoint, old)
+    if old.has_features and not new.has_features:
+        raise ConfigError(
+            f"model.init_from: the entities of {folder.path} have features, and those of "
+            f"{new.path} have none; start from an export of the run, which has the sums "
+            f"(`export {folder.path} -o EXPORT`, then model.init_from EXPORT)"
+        )
     numbers = RowMap.by_label(session.config.model, old, new)
     if not (numbers.entities[: new.num_entities] >= 0).any():
         raise nothing_in_common(folder.path, old.entities.array, new.entities.array)
-    dim, features = folder.load_config().model.dim, Features.of(old)
-    if features is None or new.has_features:
-        return _Source(folder.path, dim, numbers, checkpoint.rows)
-    count = old.num_entities
-
-    def sums(name: str, wanted: np.ndarray) -> Pieces:
-        of_features = torch.empty(old.num_rows - count, dim)
-        checkpoint.fill([Rows(name, of_features, count)])
-        for first, piece in checkpoint.rows(name, wanted):
-            shard = EntityShard(piece[: count - first].float(), first, count)
-            yield first, FeatureBags(features, shard).sums(shard.rows, of_features)
-
-    return _Source(folder.path, dim, numbers, sums)
-
-
-def _start_scorer(
-    session: Session, folder: RunFolder, checkpoint: Checkpoint, numbers: RowMap
-) -> str:
-    """Start a scorer from the same one: rows of relations by label; say so.  Collective."""
-    before = on_first_rank(session.processes, folder.load_config).model
-    same = ("scorer", "dim", "reciprocal", "normalization", "options")
-    if any(getattr(session.config.model, key) != getattr(before, key) for key in same):
-        return "; relations are drawn, since that run has a different scorer"
-    rows = [own for own in session.rows() if own.name.startswith("model.objective.")]
-    _fill(session, rows, numbers, checkpoint.rows)
-    known = int((numbers.relations >= 0).sum())
-    return f"; {known:,} of {len(numbers.relations):,} relations as well"
+    return numbers
 
 
 # Rows that no step changes
 
 
 def freeze(session: Session) -> None:
-    """Freeze the rows that train.extension.freeze and model.init_options.frozen name.  Collective.
-
-    Raises:
-        ConfigError: train.extension.freeze is "old" and the run is not extended.
-    """
+    """Freeze rows by train.extension.freeze and model.init_options.frozen.  Collective."""
     config, store, backend = session.config, session.store, session.backend
     if not config.freezes:
         return

@@ -41,12 +41,9 @@ class TrainState:
         return asdict(self)
 
     def select_by(self, selection: str) -> bool:
-        """Set how validations are compared.
+        """Set how validations are compared; return whether that was known and has changed.
 
-        If it changes, the best values are cleared, so the next validation is the best.
-
-        Returns:
-            Whether the earlier selection was known and different.
+        Then the best values are cleared, so the next validation is the best.
         """
         changed = self.selection not in ("", selection)
         if changed:
@@ -64,10 +61,6 @@ class TrainState:
 
         The share is of the epochs until the last validation.  It covers at least
         ``LEAST_VALIDATIONS`` validations.
-
-        Args:
-            metric: Name of the metric.
-            share: The share, between 0 and 1.
         """
         last = self.validations[-1][0] if self.validations else 0
         recent = sum(epoch > (1 - share) * last for epoch, _ in self.validations)
@@ -98,15 +91,9 @@ class TrainState:
         return f"{times} without a better valid {metric} than the best{where} ({setting})"
 
     def waits_on_plateau(self, metric: str, value: float, threshold: float) -> int:
-        """Record a validation for the plateau schedule.
+        """Record a validation for the plateau schedule; return how many brought no progress.
 
-        Args:
-            metric: Name of the metric.
-            value: Its value.
-            threshold: Smallest relative improvement over the best value that counts as progress.
-
-        Returns:
-            The number of validations since the last progress.
+        Progress is a relative gain of more than ``threshold`` over the best value.
         """
         if beats(metric, value, self.plateau_best, threshold):
             self.plateau_best, self.plateau_wait = value, 0

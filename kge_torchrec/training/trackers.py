@@ -36,12 +36,11 @@ def check_trackers(run: RunConfig) -> None:
 class TensorBoard:
     """A tracker that writes TensorBoard event files; it overwrites steps after ``resumed_at``."""
 
-    def __init__(self, folder: Path, resumed_at: int | None):
+    def __init__(self, folder: Path, resumed_at: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard drops what it has from this step on; the last step of before stays.
-        purged = None if resumed_at is None else resumed_at + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purged)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -103,14 +102,11 @@ class MetricsLog:
     Args:
         folder: Folder of the run.
         config: The config, which names the trackers; None: there are none.
-        resumed_at: Global step from which a run resumes; later lines are dropped.
+        resumed_at: Global step from which the run goes on; later lines are dropped.
     """
 
-    def __init__(
-        self, folder: RunFolder, config: Config | None = None, resumed_at: int | None = None
-    ):
-        if resumed_at is not None:
-            _drop_after(folder.metrics, resumed_at)
+    def __init__(self, folder: RunFolder, config: Config | None = None, resumed_at: int = 0):
+        _drop_after(folder.metrics, resumed_at)
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._trackers: list[TensorBoard | WandB] = []
         chosen = Trackers(False) if config is None else config.run.trackers

@@ -8,7 +8,6 @@ The learning rate is a function of the step, so a resume needs no extra state.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import gathered, on_all_ranks
@@ -39,18 +37,13 @@ from kge_torchrec.training.trackers import MetricsLog
 # Called on every rank with "step", "epoch", "valid" or "checkpoint" (one that is complete), and
 # with the values of metrics.jsonl.
 Callback = Callable[[str, dict[str, Any]], object]
-_LONG = 0.5  # seconds to wait for a checkpoint that are worth a line
 _DROPOUT = 0xD60  # separates the random streams of dropout from others with the same seed
 
 
 class Trainer:
     """The training loop of a session.  Collective.
 
-    Args:
-        session: The run.
-        progress: Where to start; it is updated in place.
-        metrics: The metrics log on rank 0, None on other ranks.
-        callbacks: Called with all metrics; they may differ by rank.
+    ``progress`` is where to start, and is updated in place; only rank 0 has ``metrics``.
     """
 
     def __init__(
@@ -69,7 +62,6 @@ class Trainer:
         self.pipeline = build_pipeline(*parts)
         # This rank's losses until they are read: shares of the global mean, times the world size.
         self.losses: list[Tensor] = []
-        session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.processes.is_first else "")
         self.callbacks = list(callbacks)
@@ -118,27 +110,6 @@ class Trainer:
                 f"--resume {self.session.folder.path} --evaluation.patience 0`"
             )
         return progress
-
-    def say_if_rate_changes(self, before: TrainConfig) -> None:
-        """Say that the learning rate of a resumed run is not the one that it would have had."""
-        progress, train = self.progress, self.config.train
-        steps = self.batches.steps_per_epoch
-        rates = [
-            config.lr * Schedule.of(config, steps).factor(progress.global_step, progress.plateaus)
-            for config in (before, train)
-        ]
-        if math.isclose(*rates):
-            return
-        names = ("epochs", "lr", "schedule", "schedule_options", "warmup_steps")
-        changed = [
-            f"train.{name} {getattr(before, name)} is now {getattr(train, name)}"
-            for name in names
-            if getattr(before, name) != getattr(train, name)
-        ]
-        self._say(
-            f"{', '.join(changed)}: with train.schedule {train.schedule} the learning rate of the "
-            f"next step was {rates[0]:.4g} and is {rates[1]:.4g}"
-        )
 
     def _epoch(self, bar: tqdm) -> None:
         progress = self.progress
@@ -192,13 +163,9 @@ class Trainer:
     def read_losses(self, epoch: int, last_step: int) -> list[float]:
         """Return the global losses of the steps since the last read.  Collective.
 
-        Args:
-            epoch: Current epoch, from 0, for messages.
-            last_step: Number of the newest step in the epoch, from 1.
-
         Raises:
             NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
-                bad step and its rank.
+                bad step (of ``last_step`` steps in the epoch) and its rank.
         """
         if not self.losses:
             return []
@@ -284,13 +251,8 @@ class Trainer:
         figures = self.session.checkpoints.settle(waits)
         if figures is None:
             return
-        waited = time.perf_counter() - begun
-        if waits and waited > _LONG:
-            self._say(
-                f"waited {waited:.1f} s for checkpoint {figures['name']}, which was still being "
-                "written; checkpoint.every makes them rarer"
-            )
-        self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
+        waited = round(time.perf_counter() - begun, 3)
+        self._write("checkpoint", {**figures, "waited_seconds": waited})
 
     def _save(self, ends: bool = False) -> None:
         """Write a checkpoint, and wait for it if training ``ends`` there."""

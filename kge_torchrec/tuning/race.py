@@ -354,7 +354,7 @@ def _end(folder: RunFolder, state: Race | None) -> None:
     A race without a winner is removed: the config now says more than it did.
     """
     if state is None or state.winner is None:
-        return folder.remove(["race", "race.json"])
+        return folder.remove("race", "race.json")
     racer = folder.racers / state.winner
     for name in ("metrics.jsonl", "checkpoints"):
         if (racer / name).exists():

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from training_runs import config_of
 from worlds import run_world
 
-from kge_torchrec import (
-    DataError,
-    Loss,
-    NegativeSampler,
-    Reader,
-    Scorer,
-    api,
-)
+from kge_torchrec import Loss, NegativeSampler, Scorer, api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.kernels.comparisons import Comparison
 from kge_torchrec.models.over_all import OverAll
@@ -91,26 +83,6 @@ class Closed(ForEachAnswer):
 class ClosedTotal(ForEachAnswer):
     def over_all(self, num_entities):
         return Total()
-
-
-@pytest.mark.parametrize(
-    "name, regime, words",
-    [
-        ("Mean", "sampled", r"forward returns shape \(\) where \(3,\) is due"),
-        ("ForEachAnswer", "kvssample", r"forward returns shape \(4,\) where \(3,\) is due"),
-        ("OneAnswer", "kvssample", r"forward\(.*\) fails: .* mean_over_answers may compute it"),
-        ("NoMask", "sampled", "forward ignores mask: .* multiply each candidate's part of"),
-        ("ClosedTotal", "kvsall", r"loss returns shape \(\) where \(3,\) is due"),
-    ],
-)
-def test_loss_that_breaks_its_contract_is_refused(store, name, regime, words):
-    with pytest.raises(ConfigError, match=rf"loss.name: \S+:{name}: {words}"):
-        start(store, loss__name=f"{HERE}:{name}", negatives__regime=regime)
-
-
-def test_only_the_form_of_the_regime_is_checked(store):
-    start(store, loss__name=f"{HERE}:ForEachAnswer")
-    start(store, loss__name=f"{HERE}:Closed", negatives__regime="kvsall")
 
 
 # Scorers
@@ -187,37 +159,9 @@ class Forgets(Distance):
         torch.nn.Module.__init__(self)
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("Summed", r"pairs returns shape \(\) where \(2, 12\) is due"),
-        ("TwoFormulas", "matrix and pairs of its comparison give one pair different scores"),
-        ("OneSide", "query gives a triple the score .* on side tail and .* on side head; let it"),
-        ("Wide", r"query fails for .* relation rows \(2, 3, 8\) .* from relation_dim"),
-        ("NotCompared", "has no comparison of queries with rows; give its class one, such as"),
-        ("OfDim", r"OfDim cannot be constructed: .*\*args, \*\*kwargs"),
-        ("Forgets", "Forgets has no relations; let its __init__ call super"),
-    ],
-)
-def test_scorer_that_breaks_its_contract_is_refused(store, name, words):
-    with pytest.raises(ConfigError, match=f"model.scorer: .*{words}"):
-        start(store, model__scorer=f"{HERE}:{name}", model__reciprocal=False)
-
-
-def test_scorer_that_keeps_its_contract_is_accepted(store):
-    start(store, model__scorer=f"{HERE}:Distance", model__reciprocal=False)
-    start(store, model__scorer=f"{HERE}:OneSide", model__reciprocal=True)
-
-
 class InitOfLoss(Mean):
     def __init__(self, weight):
         super().__init__()
-
-
-def test_part_with_another_init_is_refused(store):
-    words = r"loss.name: \S+:InitOfLoss cannot be constructed: missing .*'weight'; .* Options"
-    with pytest.raises(ConfigError, match=words):
-        start(store, loss__name=f"{HERE}:InitOfLoss")
 
 
 # Samplers
@@ -241,49 +185,100 @@ class Counts(Excludes):
         return torch.zeros(len(triples), candidates.shape[1], dtype=torch.int64)
 
 
-def test_sampler_with_another_mask_is_refused(store):
-    for name, mask in (("Excludes", r"torch.bool \(4, 16\)"), ("Counts", r"torch.int64 \(8, 16\)")):
-        words = rf"{name} returns {mask} from excluded, where a bool tensor \(8, 16\) is due"
-        with pytest.raises(ConfigError, match=words):
-            start(store, negatives__sampling=f"{HERE}:{name}")
+@dataclass
+class Draw(NegativeSampler):
+    """A sampler that breaks one of its promises, or none."""
+
+    store: TripleStore
+    options: Draw.Options
+
+    @dataclass(frozen=True)
+    class Options:
+        how: str = "beyond"
+
+    def sample(self, chunks):
+        numbers, how = chunks.numbers, self.options.how
+        if how == "own":
+            return torch.randint(37, numbers.shape)
+        if how == "place":
+            return torch.arange(numbers.numel()).view(numbers.shape) % 37
+        ids = (numbers * (38 if how == "beyond" else 37)).long()
+        others = {"array": ids.numpy(), "type": ids.int(), "shape": ids.ravel()}
+        return others.get(how, ids)
 
 
-def test_sampler_without_a_method_is_refused(store):
-    with pytest.raises(ConfigError, match="Sampler samples nothing; give it a method"):
-        start(store, negatives__sampling=f"{HERE}:Sampler")
+class OfTriples(Sampler):
+    """Samples among the heads of a chunk."""
+
+    def sample(self, chunks):
+        place = (chunks.numbers * chunks.triples.shape[1]).long()
+        return chunks.triples[..., 0].gather(1, place)
 
 
-# Readers
+# The contracts
+
+LOSS, SCORER, SAMPLING = "loss.name", "model.scorer", "negatives.sampling"
+KEYS = {SCORER: {"model__reciprocal": False}}
+SHARED = {"negatives__regime": "kvssample"}
+DUE = r"where torch.int64 \(4, 16\) is due"
 
 
-class Ids(Reader):
-    def __init__(self, kind=pa.int64()):  # noqa: B008
-        self.kind = kind
-
-    def read(self, path):
-        ids = pa.array([0, 1], pa.int32()).cast(self.kind)
-        yield pa.record_batch([ids, pa.array(["r", "r"]), ids], ["head", "relation", "tail"])
+def drawn(how: str) -> dict:
+    return {"negatives__options": {"how": how}}
 
 
-@pytest.mark.parametrize("kind", [pa.int64(), pa.float32(), pa.decimal128(12)])
-def test_reader_of_numbers_is_refused(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Ids(kind))
-    (tmp_path / "graph").write_text("")
-    words = re.escape(f"graph: its reader gave the column head as {kind}") + ".*look up the labels"
-    with pytest.raises(DataError, match=words):
-        prepare(tmp_path / "graph", tmp_path / "s", progress=False)
+MISTAKES = [
+    (LOSS, "Mean", {}, r"forward returns shape \(\) where \(3,\) is due"),
+    (LOSS, "ForEachAnswer", SHARED, r"forward returns shape \(4,\) where \(3,\) is due"),
+    (LOSS, "OneAnswer", SHARED, r"forward\(.*\) fails: .* mean_over_answers may compute it"),
+    (LOSS, "NoMask", {}, "forward ignores mask: .* multiply each candidate's part of"),
+    (LOSS, "ClosedTotal", {"negatives__regime": "kvsall"},
+     r"loss returns shape \(\) where \(3,\) is due"),
+    (LOSS, "InitOfLoss", {}, "cannot be constructed: missing .*'weight'; .* Options"),
+    (SCORER, "Summed", {}, r"pairs returns shape \(\) where \(2, 12\) is due"),
+    (SCORER, "TwoFormulas", {}, "matrix and pairs of its comparison give one pair different"),
+    (SCORER, "OneSide", {}, "query gives a triple the score .* on side tail and .* on side head"),
+    (SCORER, "Wide", {}, r"query fails for .* relation rows \(2, 3, 8\) .* from relation_dim"),
+    (SCORER, "NotCompared", {}, "has no comparison of queries with rows; give its class one"),
+    (SCORER, "OfDim", {}, r"OfDim cannot be constructed: .*\*args, \*\*kwargs"),
+    (SCORER, "Forgets", {}, "Forgets has no relations; let its __init__ call super"),
+    (SAMPLING, "Sampler", {}, "Sampler samples nothing; give it a method"),
+    (SAMPLING, "Excludes", {}, r"excluded returns torch.bool \(4, 16\) where torch.bool \(8, 16\)"),
+    (SAMPLING, "Counts", {}, r"excluded returns torch.int64 \(8, 16\) where torch.bool \(8, 16\)"),
+    (SAMPLING, "Excludes", SHARED, r"looks at triples.*use negatives\.regime sampled"),
+    (SAMPLING, "OfTriples", SHARED, r"looks at triples.*use negatives\.regime sampled"),
+    (SAMPLING, "Draw", drawn("beyond"), r"outside \[0, 37\)"),
+    (SAMPLING, "Draw", drawn("own"), "ranks would not agree"),
+    (SAMPLING, "Draw", drawn("place"), "ranks would not agree"),
+    (SAMPLING, "Draw", drawn("type"), rf"torch.int32 \(4, 16\) {DUE}"),
+    (SAMPLING, "Draw", drawn("shape"), rf"torch.int64 \(64,\) {DUE}"),
+    (SAMPLING, "Draw", drawn("array"), rf"ndarray {DUE}"),
+]  # fmt: skip
+RIGHT = [  # only the form of the regime is checked
+    (LOSS, "ForEachAnswer", {}),
+    (LOSS, "Closed", {"negatives__regime": "kvsall"}),
+    (SCORER, "Distance", {}),
+    (SCORER, "OneSide", {"model__reciprocal": True}),
+    (SAMPLING, "OfTriples", {}),
+]
 
 
-def test_reader_of_categories_is_accepted(tmp_path, monkeypatch):
-    (tmp_path / "graph").write_text("")
+@pytest.mark.parametrize(("key", "name", "changes", "words"), MISTAKES)
+def test_part_that_breaks_its_contract_is_refused(store, key, name, changes, words):
+    changes = {key.replace(".", "__"): f"{HERE}:{name}", **KEYS.get(key, {}), **changes}
+    with pytest.raises(ConfigError, match=f"{key}: .*{words}"):
+        start(store, **changes)
 
-    class Categories(Reader):
-        def read(self, path):
-            column = pa.array(["a", "b"]).dictionary_encode()
-            yield pa.record_batch([column] * 3, ["head", "relation", "tail"])
 
-    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Categories())
-    prepare(tmp_path / "graph", tmp_path / "s", {"split.ratio": (1, 0, 0)}, progress=False)
+@pytest.mark.parametrize(("key", "name", "changes"), RIGHT)
+def test_part_that_keeps_its_contract_is_accepted(store, key, name, changes):
+    start(store, **{key.replace(".", "__"): f"{HERE}:{name}", **KEYS.get(key, {}), **changes})
+
+
+def test_sampler_that_keeps_its_promises_is_used(store):
+    keys = {"negatives__sampling": f"{HERE}:Draw", **drawn("right")}
+    mine, ours = (next(start(store, **x).batches.epoch(0)) for x in (keys, {}))
+    assert torch.equal(mine.ids.values(), ours.ids.values())
 
 
 # Ranks

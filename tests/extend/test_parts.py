@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -18,10 +19,9 @@ from training_runs import config_of, random_triples
 
 from kge_torchrec import (
     DataError,
-    NegativeSampler,
     Reader,
 )
-from kge_torchrec.config import ConfigError, LossConfig
+from kge_torchrec.config import LossConfig
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
@@ -154,65 +154,6 @@ def test_typed_negatives_and_relation_sampler_both_exclude(folder, store):
     assert (typed.known_tail & ~untyped.known_tail).any()  # every entity is a head of each relation
 
 
-def test_sampler_of_triples_is_rejected_where_queries_share_candidates(folder, store):
-    for name in (BERNOULLI, f"{HERE}:OfTriples"):
-        with pytest.raises(ConfigError, match=r"looks at triples.*use negatives\.regime sampled"):
-            batches_of(store, negatives__sampling=name, negatives__regime="kvssample")
-    sampled = next(batches_of(store, negatives__sampling=f"{HERE}:OfTriples").epoch(0))
-    ids = sampled.ids.values()[sampled.entities]
-    assert set(ids[64:].tolist()) <= set(ids[:64].tolist())
-
-
-class OfTriples(NegativeSampler):
-    """Samples among the heads of a chunk."""
-
-    def sample(self, chunks):
-        place = (chunks.numbers * chunks.triples.shape[1]).long()
-        return chunks.triples[..., 0].gather(1, place)
-
-    def __init__(self, store, options):
-        pass
-
-
-@dataclass
-class Draw(NegativeSampler):
-    """A sampler that breaks one of its promises."""
-
-    store: TripleStore
-    options: Draw.Options
-
-    @dataclass(frozen=True)
-    class Options:
-        how: str = "beyond"
-
-    def sample(self, chunks):
-        numbers, how = chunks.numbers, self.options.how
-        if how == "own":
-            return torch.randint(37, numbers.shape)
-        if how == "place":
-            return torch.arange(numbers.numel()).view(numbers.shape) % 37
-        ids = (numbers * (38 if how == "beyond" else 37)).long()
-        others = {"array": ids.numpy(), "type": ids.int(), "shape": ids.ravel()}
-        return others.get(how, ids)
-
-
-@pytest.mark.parametrize(
-    "how, problem",
-    [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
-     ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape"),
-     ("array", "tensor of int64 ids")],
-)  # fmt: skip
-def test_sampler_that_breaks_its_promise_is_rejected(store, how, problem):
-    with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
-        batches_of(store, negatives__sampling=f"{HERE}:Draw", negatives__options={"how": how})
-
-
-def test_sampler_that_keeps_its_promises_is_used(store):
-    keys = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": "right"}}
-    mine, ours = next(batches_of(store, **keys).epoch(0)), next(batches_of(store).epoch(0))
-    assert torch.equal(mine.ids.values(), ours.ids.values())
-
-
 # The reader
 
 
@@ -250,7 +191,7 @@ def batch(**columns):
     return pa.record_batch(list(columns.values()), list(columns))
 
 
-TEXT = pa.array(["a", "b"])
+TEXT, IDS = pa.array(["a", "b"]), pa.array([0, 1], pa.int32())
 
 
 @pytest.mark.parametrize(
@@ -267,9 +208,11 @@ TEXT = pa.array(["a", "b"])
         (batch(head=TEXT, relation=TEXT), ": 2 columns: .*no column stands for the tail"),
         (batch(head=TEXT, relation=TEXT, tail=pa.array([["a"], ["b"]])), "the tail is no text"),
         ([("a", "r", "b")], "no record batch"),
+        *((batch(head=IDS.cast(kind), relation=TEXT, tail=TEXT),
+           f" gave the column head as {re.escape(str(kind))}.*look up the labels")
+          for kind in (pa.int64(), pa.float32(), pa.decimal128(12))),
     ],
-    ids=["null", "nothing", "two columns", "lists", "no batch"],
-)
+)  # fmt: skip
 def test_invalid_batches_of_a_reader_are_rejected(tmp_path, monkeypatch, invalid, problem):
     monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given([invalid]))
     (tmp_path / "graph").write_text("")
@@ -277,3 +220,11 @@ def test_invalid_batches_of_a_reader_are_rejected(tmp_path, monkeypatch, invalid
         prepare(tmp_path / "graph", tmp_path / "s", progress=False)
     with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
         prepare(tmp_path, tmp_path / "s", progress=False)
+
+
+def test_reader_of_categories_is_accepted(tmp_path, monkeypatch):
+    column = TEXT.dictionary_encode()
+    batches = [batch(head=column, relation=column, tail=column)]
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given(batches))
+    (tmp_path / "graph").write_text("")
+    prepare(tmp_path / "graph", tmp_path / "s", {"split.ratio": (1, 0, 0)}, progress=False)

@@ -16,7 +16,7 @@ import torch
 from extended import ALL, ENGINES, LION, MIXED, REFE, rank_trains
 from models import test_scorers
 from planned_runs import plan_of
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import (
@@ -46,83 +46,43 @@ def test_scorer_has_the_properties_of_built_in_ones(folder, monkeypatch):
     test_scorers.test_small_distances_between_long_rows_keep_their_digits(REFE)
 
 
-@pytest.fixture(scope="module")
-def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]]:
-    """Results by number of ranks: both engines with sampled negatives, then all-answers queries.
+FULL = {"negatives__chunk_size": 0, "negatives__regime": "kvsall"}
+TRAININGS = {
+    **{engine: {"entities__engine": engine} for engine in ENGINES},
+    "candidates of each triple": {"negatives__chunk_size": 1},
+    "1vsall": {**FULL, "negatives__regime": "1vsall"},
+    "kvsall": FULL,
+    "kvssample": {**FULL, "negatives__regime": "kvssample"},
+    # fewer entities than four ranks, so that one has no scores
+    "few": {**FULL, "loss__name": "foreign_parts:CrossEntropy", "loss__options": {}},
+}
 
-    The last but one trains on fewer entities than four ranks, so that one rank has no scores. Four
-    ranks run only this case.
-    """
+
+@pytest.fixture(scope="module")
+def worlds(folder, store, tmp_path_factory) -> dict[int, dict[str, tuple[dict, dict]]]:
+    """Results of each training by number of ranks; four ranks only train on few entities."""
     results, few = {}, tmp_path_factory.mktemp("few")
     few = tiny_store(few / "store", entities=3, train=12, held_out=1).path
     for world in (1, 2, 4):
-        runs = tmp_path_factory.mktemp("runs")
-        configs = [config_of(store, runs / e, entities__engine=e, **ALL) for e in ENGINES]
-        full = {**ALL, "negatives__regime": "kvsall", "negatives__chunk_size": 0}
-        configs.append(config_of(store, runs / "kvsall", **full))
-        few_changes = {**full, "loss__name": "foreign_parts:CrossEntropy", "loss__options": {}}
-        configs.append(config_of(few, runs / "few", **few_changes))
-        answers = {**full, "negatives__regime": "kvssample"}
-        configs.append(config_of(store, runs / "kvssample", **answers))
-        configs = configs[3:4] if world == 4 else configs
-        results[world] = run_world(world, rank_trains, folder, configs)[0]
+        runs, names = tmp_path_factory.mktemp("runs"), ["few"] if world == 4 else [*TRAININGS]
+        configs = [
+            config_of(few if name == "few" else store, runs / name, **{**ALL, **TRAININGS[name]})
+            for name in names
+        ]
+        first = run_world(world, rank_trains, folder, configs)[0]
+        results[world] = dict(zip(names, first, strict=True))
     return results
 
 
 def test_every_world_size_and_engine_trains_to_the_same_parameters(worlds):
-    (first, _), (_, _), (full, _), (few, _), (answers, _) = worlds[1]
-    ((on_four, _),) = worlds[4]
-    assert largest_difference(on_four, few) < 1e-5
-    for of_world in (worlds[1], worlds[2]):
-        for actual, expected in zip(of_world, (first, first, full, few, answers), strict=True):
-            assert largest_difference(actual[0], expected) < 1e-5
-    for one, other in itertools.combinations((first, full, answers), 2):
-        assert largest_difference(one, other) > 1e-2
-    assert first["relations"].shape == (6, 4 + 8)
-
-
-def test_ranks_follow_the_definition(worlds, store):
-    """Compute ranks from the parameters, in numpy and float64."""
-    graph = TripleStore.open(store)
-    known = {
-        tuple(row) for name in ("train", "valid", "test") for row in graph.split(name).tolist()
-    }
-    for results, ranked in (worlds[1][0], worlds[2][0]):
-        table, relations = (results[k].double().numpy() for k in ("entities", "relations"))
-        numbers = table[:, 0::2] + 1j * table[:, 1::2]
-        ranks = []
-        for head, relation, tail in graph.test.tolist():
-            for anchor, row, answer, triple in (
-                (head, relation, tail, lambda e, h=head, r=relation: (h, r, e)),
-                (tail, relation + 3, head, lambda e, t=tail, r=relation: (e, r, t)),
-            ):
-                phase, move = relations[row, :4], relations[row, 4:]
-                point = numbers[anchor].conj() * np.exp(1j * phase) + move[0::2] + 1j * move[1::2]
-                scores = -(abs(point - numbers) ** 2).sum(1)
-                others = [e for e in range(len(table)) if triple(e) not in known]
-                ranks.append(1 + sum(scores[e] > scores[answer] for e in others))
-        ranks = np.array(ranks)
-        assert ranked["mrr"] == pytest.approx((1 / ranks).mean(), abs=1e-6)
-        assert ranked["mr"] == pytest.approx(ranks.mean(), abs=1e-6)
-        assert ranked["hits@10"] == pytest.approx((ranks <= 10).mean(), abs=1e-6)
-
-
-def test_run_resumes_with_more_ranks(folder, store, worlds, tmp_path):
-    start = config_of(store, tmp_path / "run", **{**ALL, "train__epochs": 1})
-    fit(start)
-    end = config_of(store, tmp_path / "run", **ALL)
-    ((result, _),) = run_world(2, rank_trains, folder, [end])[0]
-    assert largest_difference(result, worlds[1][0][0]) < 1e-5
-
-
-def test_run_resumes_with_the_states_of_another_optimizer(folder, store, tmp_path):
-    changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01,
-               "entities__engine": "handrolled"}  # fmt: skip
-    uninterrupted = fit(config_of(store, tmp_path / "whole", **changes)).parameters
-    fit(config_of(store, tmp_path / "run", **{**changes, "train__epochs": 1}))
-    assert largest_difference(
-        fit(config_of(store, tmp_path / "run", **changes)).parameters, uninterrupted
-    ) == 0  # fmt: skip
+    expected = {name: parameters for name, (parameters, _) in worlds[1].items()}
+    expected["handrolled"] = expected["torchrec"]
+    for of_world in worlds.values():
+        for name, (parameters, _) in of_world.items():
+            assert largest_difference(parameters, expected[name]) < 1e-5, name
+    for one, other in itertools.combinations([*TRAININGS][1:-1], 2):
+        assert largest_difference(expected[one], expected[other]) > 1e-2
+    assert expected["torchrec"]["relations"].shape == (6, 4 + 8)
 
 
 @pytest.fixture(scope="module")

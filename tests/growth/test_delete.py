@@ -19,7 +19,6 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import checkpoints
 
 GONE = ["e3", "e11", "e36"]
 LAST = "step-000000000000"
@@ -111,17 +110,6 @@ def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
     assert store.report["deleted"]["entities"] == 2 and store.base is None
 
 
-def rank_trains(store: Path, folder: Path) -> None:
-    api.train(base_config(store, folder), rank_test=False)
-
-
-def test_shards_of_several_ranks_lose_their_rows(tmp_path):
-    store = tiny_store(tmp_path / "store").path
-    run_world(2, rank_trains, store, tmp_path / "run")
-    new = extend(tmp_path / "run", None, tmp_path / "new", delete=GONE, checkpoint="newest").path
-    check_deleted(tmp_path / "run", new, GONE, newest(tmp_path / "run"))
-
-
 def rank_deletes(old: Path, new: Path) -> None:
     extend(old, None, new, delete=GONE, checkpoint="newest", epochs=2)
 
@@ -136,31 +124,6 @@ def test_ranks_delete_like_one_process(tmp_path):
     one, two = (tensors(run) for run in runs)
     assert one.keys() == two.keys()
     assert max(float((one[k].double() - two[k].double()).abs().max()) for k in one) < 1e-5
-
-
-def test_the_new_run_starts_from_the_average(tmp_path):
-    old = base_run(train__averaging="ema")
-    new = extend(old, None, tmp_path / "new", delete=GONE, checkpoint="newest").path
-    before, after = tensors(old, newest(old)), tensors(new, LAST)
-    assert (
-        {name for name in before if name.startswith("raw.")}
-        == before.keys() - after.keys()
-        != set()
-    )
-
-
-def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
-    def fails(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoints, "write_manifest", fails)
-    with pytest.raises(KeyboardInterrupt):
-        extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest")
-    assert not (tmp_path / "run" / "results.json").exists()
-    monkeypatch.undo()
-    made = extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest").path
-    one, other = tensors(made, LAST), tensors(deleted, LAST)
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_typed_graphs_keep_their_types(tmp_path):

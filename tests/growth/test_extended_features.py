@@ -24,7 +24,7 @@ from oracle_rows import composition
 from training_runs import fit
 from worlds import run_world
 
-from kge_torchrec import KGEError, api, extend, load_model, open_run
+from kge_torchrec import api, extend, load_model, open_run
 from kge_torchrec.cli import main
 from kge_torchrec.data.features import features_from
 from kge_torchrec.data.readers.lists import read_features
@@ -166,11 +166,6 @@ def test_verbs_use_an_extended_run(tmp_path, capsys):
     rows = tensors(tmp_path / "run")[TABLE].numpy()
     kind = TripleStore.open(tmp_path / "run" / "store").features()[0].to_pylist().index("kind 3")
     assert np.allclose(exported[place["x0"]], 0.5 * rows[len(exported) + kind])
-
-
-def test_deletions_take_no_features():
-    with pytest.raises(KGEError, match="freeze, features and unseen relations are of new rows"):
-        extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
 
 
 LABELS = st.sampled_from("abcdef")

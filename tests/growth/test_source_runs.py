@@ -99,8 +99,3 @@ def test_serving_does_not_change_the_run(world, step0):
             for path in ("/predict?head=e1&relation=r0", "/nearest?entity=e1", "/", "/metrics"):
                 assert client.get(path).status_code == 200
     assert content(world / "run", world / "store", step0) == held
-
-
-def test_no_file_of_a_run_is_one_of_another_run(world, step0):
-    runs = [world / "run", step0]
-    assert not [x for run in runs for x in run.rglob("*") if x.is_file() and x.stat().st_nlink > 1]

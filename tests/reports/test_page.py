@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from training_runs import config_of, random_triples
 
-from kge_torchrec import api, report
+from kge_torchrec import api, extend, report
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
@@ -104,7 +104,7 @@ def test_page_after_a_resume_is_of_the_new_checkpoint(tmp_path):
         mrr = RunFacts.read(tmp_path / "run", "run").test["both"]["realistic"]["mrr"]
         answers = sum(n for n, _ in new.values())
         assert sum(n * x for n, (x,) in new.values()) / answers == pytest.approx(mrr, abs=2e-4)
-        assert new != old and "<td>resumed</td><td class=number>6</td>" in text
+        assert new != old and "<td>done</td><td class=number>6</td>" in text
 
 
 def test_a_run_selected_by_recall_is_shown_by_recall(tmp_path, runs):
@@ -157,7 +157,7 @@ def test_types_are_colors_of_the_map(tmp_path, monkeypatch):
 
 def test_an_extended_run_has_a_page(tmp_path, runs):
     (tmp_path / "new.tsv").write_text("Atlantis\tneighbor\titaly\n")
-    api.extend(runs / "one", tmp_path / "new.tsv", tmp_path / "more").close()
+    extend(runs / "one", tmp_path / "new.tsv", tmp_path / "more").close()
     text = report([tmp_path / "more", runs / "one"], tmp_path / "page.html").read_text("utf-8")
     assert "<td>extended</td>" in text and "<td>done</td>" in text
     assert text.count("<h2>") == 8 and by_relation(text)

@@ -13,7 +13,7 @@ import sys
 import pytest
 from training_runs import config_of, tiny_store
 
-from kge_torchrec import api, train_seeds
+from kge_torchrec import api, extend, train_seeds
 from kge_torchrec.cli import main
 from kge_torchrec.reports.folders import RunFacts
 from kge_torchrec.training.run_folder import RunFolder
@@ -23,7 +23,7 @@ COMMON = {"train__epochs": 2, "evaluation__every": 1, "train__batch_size": 256}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs by folder: done, of another dim, by recall, resumed, extended, of seeds, an export."""
+    """Runs by folder: done, of another dim, by recall, longer, extended, of seeds, an export."""
     folder = tmp_path_factory.mktemp("show")
     with api.train(config_of("countries", folder / "one", **COMMON)) as run:
         run.export(folder / "export")
@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
     shutil.copytree(folder / "one", folder / "more")
     api.resume(folder / "more", {"train.epochs": 3}).close()
     (folder / "new.tsv").write_text("Atlantis\tneighbor\titaly\n")
-    api.extend(folder / "one", folder / "new.tsv", folder / "extended").close()
+    extend(folder / "one", folder / "new.tsv", folder / "extended").close()
     train_seeds(config_of("countries", folder / "seeds", **COMMON), 2)
     return folder
 
@@ -53,7 +53,7 @@ def rows_of(capsys, *words):
 
 
 def test_every_state_is_one_word(runs, capsys):
-    expected = {"one": "done", "more": "resumed", "extended": "extended", "export": "export",
+    expected = {"one": "done", "more": "done", "extended": "extended", "export": "export",
                 "seeds": "2 seeds"}  # fmt: skip
     (unfinished(runs, "stopped") / "stopped.json").write_text("{}")
     unfinished(runs, "failed")

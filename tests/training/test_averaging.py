@@ -1,4 +1,4 @@
-"""The average of the weights: against a dense oracle, resumed, and wherever a model is read."""
+"""The average of the weights: against a dense oracle, and wherever a model is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oracle_training import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, small_store
 from worlds import run_world
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api, extend, load_model
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.checkpoint_files import Checkpoint
@@ -25,40 +25,24 @@ HANDROLLED = {"entities__engine": "handrolled"}
 EPOCHS = {"checkpoint__every__steps": 0}  # no checkpoints within them, for speed
 
 
-class Stopped(Exception):
-    """Ends a training in the middle."""
-
-
-def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0) -> dict:
-    """Train or resume; return the averages, the raw weights and the start.
-
-    stop: the step after which training fails; 0: none.
-    """
+def rank_trains(run: Path, changes: dict[str, Any]) -> dict:
+    """Train; return the averages, the raw weights, the start and the progress."""
     kept: dict[str, Any] = {}
 
     def prepare(loop: Trainer) -> None:
-        session, run_all, train_step = loop.session, loop.run, loop.train_step
+        session, run_all = loop.session, loop.run
         kept["start"] = parameters(session)
 
-        def train_or_stop(batches):
-            trained = train_step(batches)
-            if loop.progress.global_step == stop:
-                raise Stopped
-            return trained
-
         def run_and_keep():
-            progress = run_all()
+            kept["progress"] = run_all()
             kept["average"] = parameters(session)
             session.averaging.clear()
-            kept["raw"], kept["progress"] = parameters(session), progress.to_dict()
+            kept["raw"] = parameters(session)
 
-        loop.run, loop.train_step = run_and_keep, train_or_stop
+        loop.run = run_and_keep
 
-    config = {"train__epochs": 7, "train__lr": 0.1, "checkpoint__every__steps": 2, **changes}
-    try:
-        fit(config_of(small_store(), run, **config), prepare)
-    except Stopped:
-        return {}
+    config = {"train__epochs": 7, "train__lr": 0.1, **EPOCHS, **changes}
+    fit(config_of(small_store(), run, **config), prepare)
     return kept
 
 
@@ -76,7 +60,7 @@ def test_averages_equal_the_dense_oracle(tmp_path, world_size):
     for name, changes in (("ema", EMA), ("steps", EMA_OF_STEPS)):
         engine = HANDROLLED if name == "steps" else {}
         dense = {"dense__wrapper": "fsdp"} if name == "ema" and world_size > 1 else {}
-        changes = {**changes, **engine, **dense, "model__scorer": "distmult", **EPOCHS}
+        changes = {**changes, **engine, **dense, "model__scorer": "distmult"}
         ranks = run_world(world_size, rank_trains, tmp_path / name, changes)
         if not weights:
             config = config_of(
@@ -94,54 +78,14 @@ def test_averages_equal_the_dense_oracle(tmp_path, world_size):
             assert largest_difference(results["raw"], epochs[-1]) < 1e-5
             assert largest_difference(results["average"], expected) < 1e-5
         assert largest_difference(results["raw"], results["average"]) > 0.01
-    assert ranks[0]["progress"]["averaged"] == 11  # of 35 steps
-
-
-def check_resumes(run: Path, changes: dict[str, Any], ranks: tuple[int, ...]):
-    """Compare a run that fails in epoch 5 on ranks[0] and resumes on ranks[1], with a whole one."""
-    whole = run_world(ranks[0], rank_trains, run / "whole", changes)[0]
-    run_world(ranks[0], rank_trains, run / "resumed", changes, 23)
-    again = run_world(ranks[1], rank_trains, run / "resumed", changes)[0]
-    for which in ("raw", "average"):
-        difference = largest_difference(whole[which], again[which])
-        assert difference == 0 if ranks[0] == ranks[1] else difference < 1e-5
-    ignored = {"seconds", "best_checkpoint"}
-    same = [{k: v for k, v in r["progress"].items() if k not in ignored} for r in (whole, again)]
-    if ranks[0] == ranks[1]:
-        assert same[0] == same[1]
-    assert largest_difference(whole["raw"], whole["average"]) > 0.01
-
-
-def test_resume_is_bitwise(tmp_path):
-    check_resumes(tmp_path / "steps", EMA_OF_STEPS, (1, 1))
-    sharded = {"dense__wrapper": "fsdp", **HANDROLLED}
-    check_resumes(tmp_path / "epochs", {**EMA, **sharded}, (2, 2))
-
-
-def test_resume_on_other_ranks(tmp_path):
-    check_resumes(tmp_path / "fewer", {**EMA, "dense__wrapper": "auto"}, (2, 1))
+    assert ranks[0]["progress"].averaged == 11  # of 35 steps
 
 
 def test_average_does_not_change_training(tmp_path):
-    often = {**HANDROLLED, **EPOCHS, "evaluation__every": 1}
+    often = {**HANDROLLED, "evaluation__every": 1}
     plain = rank_trains(tmp_path / "none", often)["raw"]
     averaged = rank_trains(tmp_path / "ema", {**EMA, **often})["raw"]
     assert largest_difference(averaged, plain) == 0
-
-
-def test_averaging_may_begin_and_end_with_a_resume(tmp_path):
-    shorter, longer = {"train__epochs": 3}, {"train__epochs": 4}
-    plain = [rank_trains(tmp_path / "plain", {**HANDROLLED, **e})["raw"] for e in (shorter, longer)]
-    rank_trains(tmp_path / "begins", {**HANDROLLED, **shorter})
-    begins = rank_trains(tmp_path / "begins", {**EMA, **HANDROLLED, **longer})
-    assert largest_difference(begins["raw"], plain[1]) == 0
-    assert largest_difference(begins["average"], plain[1]) == 0  # of one epoch
-    rank_trains(tmp_path / "ends", {**EMA, **HANDROLLED, **shorter})
-    ends = rank_trains(tmp_path / "ends", {**HANDROLLED, **longer})
-    assert largest_difference(ends["raw"], plain[1]) == largest_difference(
-        ends["average"], plain[1]
-    )
-    assert largest_difference(ends["raw"], plain[1]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +107,7 @@ def test_every_use_of_a_run_reads_the_average(averaged, tmp_path):
 
 def test_extended_run_starts_from_the_average(averaged, tmp_path):
     new = [("e1", "r0", "new"), ("new", "r1", "e2")]
-    run = api.extend(averaged.path, {"train": new}, tmp_path / "extended", freeze=True)
+    run = extend(averaged.path, {"train": new}, tmp_path / "extended", freeze=True)
     count = len(averaged.entities)
     assert np.array_equal(run.entities[:count], averaged.entities)
     opened = Checkpoint.open(run.folder.checkpoints / "step-000000000000")

@@ -1,41 +1,53 @@
-"""Copies of runs at a URL: what is copied while a run trains, failures, and what is refused."""
+"""Copies of runs at a URL: what is there, failures, and other machines that resume or read them."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import fsspec
 import pytest
-from copied_runs import (
-    KEY,
-    URL,
-    checkpoints,
-    copied_config,
-    failing,
-    files_of,
-    keep_apart,
-    mark,
-    newest_copied,
-    sending,
-    warnings,
-)
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from training_runs import tiny_store
+from fsspec.registry import known_implementations
+from training_runs import (
+    config_of,
+    evaluate,
+    largest_difference,
+    longer_config,
+    parameters,
+    random_triples,
+    tiny_store,
+)
 from worlds import WorldError, run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, extend
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training import checkpoints as checkpoints_module
 from kge_torchrec.training import copier as copying
-from kge_torchrec.training.remote_runs import CopyError, copy_problem
+from kge_torchrec.training.checkpoint_files import Damaged
+from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
+
+KEY = "checkpoint.options.copy_to"
+URL = "memory://copies/run"
+FIRST, SECOND, THIRD = (f"step-{step:012d}" for step in (5, 10, 15))
+
+
+def files_of(folder: Path, seed: int) -> Path:
+    lines = random_triples(37, 3, 150, seed)
+    for name, part in (("train", lines[:130]), ("valid", lines[130:140]), ("test", lines[140:])):
+        (folder / f"{name}.tsv").write_text("".join("\t".join(t) + "\n" for t in part))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,70 @@ def triples(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
-    keep_apart(tmp_path, monkeypatch)
+    """Each test has its own cache, memory file system and working folder, and no pauses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(copying, "_PAUSE", 0.0)
+    monkeypatch.chdir(tmp_path)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def copied_config(triples: Path, folder: Path | str, url: str = URL, **changes):
+    options = {"checkpoint__options": {"copy_to": url}, "train__epochs": 3}
+    return config_of(triples, folder, **{**options, **changes})
+
+
+def one_epoch(triples: Path, folder: Path, **changes):
+    """A copied run of one epoch, which ends with the checkpoint FIRST."""
+    return api.train(copied_config(triples, folder, train__epochs=1, **changes))
+
+
+def mark(url: str = URL) -> dict:
+    fs, root = fsspec.url_to_fs(url)
+    return json.loads(fs.cat_file(f"{root}/copy.json"))
+
+
+def checkpoints(url: str = URL) -> list[str]:
+    fs, root = fsspec.url_to_fs(url)
+    return sorted(path.rpartition("/")[2] for path in fs.ls(f"{root}/checkpoints", detail=False))
+
+
+def warnings(caplog) -> list[str]:
+    """The warnings about the copy."""
+    ours = [r for r in caplog.records if r.name.endswith(("copier", "remote_runs"))]
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+
+
+def epochs_of(run) -> list[int]:
+    return [line["epoch"] for line in run.history if line["kind"] == "epoch"]
+
+
+@contextmanager
+def sending(hook: Callable[[str, Path], object]) -> Iterator[None]:
+    """Call ``hook(name, file)`` before a file is sent; if it returns False, the file is not."""
+    put = MemoryFileSystem.put_file
+
+    def put_file(self, here, there, **more):
+        place, name = there.rpartition("/")[0], there.removeprefix("/copies/run/")
+        manifests = [f"{place}/{manifest}" for manifest in ("manifest.json", "meta.json")]
+        assert not any(map(self.exists, manifests)), "a manifest is sent after its files"
+        if hook(name, Path(here)) is not False:
+            put(self, here, there, **more)
+
+    with patch.object(MemoryFileSystem, "put_file", put_file):
+        yield
+
+
+def failing(times: int):
+    """A file system whose network fails a few times in the middle of a checkpoint."""
+    left = [times]
+
+    def fails(name, here):
+        if name.endswith(".safetensors") and left[0]:
+            left[0] -= 1
+            raise ConnectionError("the network is down")
+
+    return sending(fails)
 
 
 # What is copied
@@ -66,39 +141,32 @@ def test_copy_has_what_a_run_needs(triples, tmp_path):
 
 
 def test_store_of_its_own_place_is_not_copied(tmp_path):
-    store = tiny_store(tmp_path / "store").path
-    api.train(copied_config(store, tmp_path / "run", train__epochs=1)).close()
+    one_epoch(tiny_store(tmp_path / "store").path, tmp_path / "run").close()
     assert not MemoryFileSystem().exists("/copies/run/store")
     assert api.open_run(URL).results["train"]["epochs"] == 1
 
 
-def test_files_of_checkpoints_are_sent_once(triples, tmp_path):
+def test_files_are_sent_once_and_replaced_under_another_manifest(triples, tmp_path):
+    """A step that was trained again has another checkpoint of the same name."""
     sent = []
     with sending(lambda name, file: sent.append(name)):
         api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
-        api.resume(tmp_path / "run", {"train.epochs": 5}).close()
+        run = api.resume(tmp_path / "run", {"train.epochs": 5})
     assert len(sent) == len(set(sent)) and any(name.startswith("store/") for name in sent)
     assert checkpoints() == ["step-000000000025"]  # those before are pruned there too
-
-
-def test_files_under_another_manifest_are_replaced(triples, tmp_path):
-    """A step that was trained again has another checkpoint of the same name."""
-    run = api.train(copied_config(triples, tmp_path / "run", train__epochs=2))
-    name = "checkpoints/step-000000000010/manifest.json"
-    MemoryFileSystem().pipe_file(f"/copies/run/{name}", b"{}")
-    sent = []
-    with sending(lambda name, file: sent.append(name)):
-        api.resume(run.path, {"train.epochs": 3}).close()
-    assert "checkpoints/step-000000000010/rank-00000.safetensors" in sent
-    assert MemoryFileSystem().cat_file(f"/copies/run/{name}") == (run.path / name).read_bytes()
+    name, fs = f"checkpoints/{checkpoints()[0]}/manifest.json", MemoryFileSystem()
+    fs.pipe_file(f"/copies/run/{name}", b"{}")
+    api.resume(run.path, {"train.epochs": 5}).close()
+    assert fs.cat_file(f"/copies/run/{name}") == (run.path / name).read_bytes()
 
 
 def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
     """It would be pruned three times over before it is copied."""
-    waits, goes_on = threading.Event(), threading.Event()
+    waits, goes_on, newest = threading.Event(), threading.Event(), []
 
     def slow(name, file):
-        if "step-000000000005" in name:
+        newest.append(name) if "checkpoints" in name else None
+        if FIRST in name:
             waits.set()
             goes_on.wait(60)
             assert file.exists()
@@ -110,10 +178,10 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
             goes_on.set()
 
     config = copied_config(triples, tmp_path / "run", train__epochs=6, checkpoint__keep=1)
-    with sending(slow), newest_copied() as newest:
+    with sending(slow):
         api.train(config, [trains_on]).close()
     assert not warnings(caplog)
-    assert newest[0] == "step-000000000005" and newest[-1] == "step-000000000030"
+    assert FIRST in newest[0] and "step-000000000030" in newest[-1]
 
 
 # Failures
@@ -121,10 +189,10 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
 
 def test_failed_copy_is_tried_again(triples, tmp_path, caplog):
     with failing(2):
-        run = api.train(copied_config(triples, tmp_path / "run", train__epochs=1))
+        run = one_epoch(triples, tmp_path / "run")
     assert len([text for text in warnings(caplog) if "is tried again" in text]) == 2
     assert "the network is down" in caplog.text and "NOT complete" not in caplog.text
-    assert copy_problem(run.path) == "" and mark()["newest"] == "step-000000000005"
+    assert copy_problem(run.path) == "" and mark()["newest"] == FIRST
 
 
 def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, capsys):
@@ -153,7 +221,7 @@ def test_file_that_arrives_short_is_noticed(triples, tmp_path, caplog):
         return True
 
     with sending(short):
-        api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
+        one_epoch(triples, tmp_path / "run").close()
     assert any("arrived with" in text for text in warnings(caplog))
     assert api.open_run(URL).model.num_entities == 37
 
@@ -163,7 +231,7 @@ def rank_dies_copying(config) -> None:
     put = LocalFileSystem.put_file
 
     def dies(self, here, there, **more):
-        if "step-000000000010" in str(there) and here.endswith(".safetensors"):
+        if SECOND in str(there) and here.endswith(".safetensors"):
             Path(there).write_bytes(Path(here).read_bytes()[:100])
             os.kill(os.getpid(), signal.SIGKILL)
         put(self, here, there, **more)
@@ -181,54 +249,20 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
     url = f"file://{tmp_path}/nas/run"
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(1, rank_dies_copying, copied_config(triples, tmp_path / "run", url))
-    assert checkpoints(url) == ["step-000000000005", "step-000000000010"]  # one is cut short
+    assert checkpoints(url) == [FIRST, SECOND]  # one is cut short
     there = api.open_run(url)
-    assert [path.name for path in (there.path / "checkpoints").iterdir()] == ["step-000000000005"]
+    assert [path.name for path in (there.path / "checkpoints").iterdir()] == [FIRST]
     assert there.model.num_entities == 37
     run = api.resume(tmp_path / "run")
     assert checkpoints(url) == sorted(path.name for path in (run.path / "checkpoints").iterdir())
     assert api.open_run(url).results["test"] == run.results["test"]
 
 
-def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path, caplog):
-    """A signal that a machine will vanish: the newest checkpoint is copied next."""
-    waits, ends, finish = threading.Event(), threading.Event(), copying.Copier.finish
-
-    def slow(name, file):
-        if "step-000000000005" in name:
-            waits.set()
-            ends.wait(60)
-
-    def finishing(self):
-        self._ends.set()
-        ends.set()
-        finish(self)
-
-    config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
-    with (
-        sending(slow),
-        patch.object(copying.Copier, "finish", finishing),
-        newest_copied() as newest,
-    ):
-        api.train(config, [lambda kind, v: (kind, v["epoch"]) != ("epoch", 2) or waits.wait(60)])
-    assert not warnings(caplog)
-    assert newest == ["step-000000000015"]
-
-
-def test_second_writer_stops_the_first(triples, tmp_path, caplog):
-    """A machine that was believed dead copies nothing any more."""
-
-    def other(kind, values):
-        if kind == "epoch" and values["epoch"] == 2:
-            while "/copies/run/copy.json" not in MemoryFileSystem.store:
-                time.sleep(0.01)
-            MemoryFileSystem().pipe_file(
-                "/copies/run/copy.json", json.dumps({**mark(), "state": "else"}).encode()
-            )
-
-    api.train(copied_config(triples, tmp_path / "run"), [other]).close()
-    assert any("another process copies a run there" in text for text in warnings(caplog))
-    assert mark()["newest"] == "step-000000000005" and copy_problem(tmp_path / "run")
+def test_failed_start_leaves_no_copy(triples, tmp_path):
+    with pytest.raises(Exception, match=r"not finite|NaN|nan|inf"):
+        api.train(copied_config(triples, tmp_path / "run", train__lr=1e30))
+    assert "/copies/run/copy.json" not in MemoryFileSystem.store
+    one_epoch(triples, tmp_path / "run").close()
 
 
 # What is refused
@@ -249,41 +283,224 @@ def test_passwords_are_refused_and_not_shown(triples, tmp_path, capsys):
     copied_config(triples, tmp_path / "run", "abfs://container@account/run")
 
 
-def test_missing_package_of_a_file_system_is_named(triples, tmp_path):
+def test_places_that_take_no_copy_are_refused_before_training(triples, tmp_path):
     fsspec.register_implementation("vanished", "vanishedfs.core.FS", clobber=True)
-    from fsspec.registry import known_implementations
-
     known_implementations["vanished"]["err"] = "Install vanishedfs"
-    with pytest.raises(ConfigError, match=r"needs another package: Install vanishedfs$"):
-        api.train(copied_config(triples, tmp_path / "run", "vanished://bucket/run"))
-    assert not (tmp_path / "run" / "config.yaml").exists()
-    with pytest.raises(ConfigError, match="nosuch"):
-        api.open_run("nosuch://bucket/run")
-
-
-def test_place_that_cannot_be_written_is_refused_before_training(triples, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CopyError, match=r"cannot be read .copy.json.: NotADirectoryError"):
-        api.train(copied_config(triples, tmp_path / "run", f"file://{tmp_path}/file/run"))
+    run = tmp_path / "run"
+    (tmp_path / "file").touch()
+    for url, error, words in (
+        ("vanished://bucket/run", ConfigError, r"needs another package: Install vanishedfs$"),
+        (f"file://{tmp_path}/file/run", CopyError, r"cannot be read .copy.json.: NotADirectoryErr"),
+        *((f"file://{place}", ConfigError, "is, holds or is in the folder of the run")
+          for place in (run, tmp_path, run / "copy")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            api.train(copied_config(triples, run, url))
     with (
         patch.object(MemoryFileSystem, "pipe_file", side_effect=PermissionError("read only")),
         pytest.raises(CopyError, match=f"cannot be written .{KEY} null trains without.*read only"),
     ):
-        api.train(copied_config(triples, tmp_path / "run"))
-    assert not (tmp_path / "run" / "config.yaml").exists()
+        api.train(copied_config(triples, run))
+    with pytest.raises(ConfigError, match="nosuch"):
+        api.open_run("nosuch://bucket/run")
+    assert not (run / "config.yaml").exists()
 
 
-def test_run_is_not_copied_into_itself(triples, tmp_path):
-    run = tmp_path / "run"
-    for place in (run, tmp_path, run / "copy"):
-        with pytest.raises(ConfigError, match="is, holds or is in the folder of the run"):
-            api.train(copied_config(triples, run, f"file://{place}"))
+# Resuming elsewhere
 
 
-def test_failed_start_leaves_no_copy(triples, tmp_path):
-    config = copied_config(triples, tmp_path / "run", train__lr=1e30)
-    with pytest.raises(Exception, match=r"not finite|NaN|nan|inf"):
-        api.train(config)
-    assert "/copies/run/copy.json" not in MemoryFileSystem.store
-    assert not (tmp_path / "run" / "copied.json").exists()
-    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
+def rank_trains(config) -> dict:
+    with api.train(config) as run:
+        return parameters(run.model)
+
+
+def rank_dies(config, newest: str, url: str) -> None:
+    """Train, and die by SIGKILL when the copy has a checkpoint and training is further."""
+
+    def die(kind, values):
+        if kind == "epoch" and values["epoch"] == 3:
+            deadline = time.monotonic() + 20
+            while not os.path.exists(f"{url.removeprefix('file://')}/copy.json") or (
+                mark(url)["newest"] < newest
+            ):
+                assert time.monotonic() < deadline, "there is no such copy"
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    api.train(config, [die])
+
+
+def rank_resumes(url: str, folder: str) -> dict:
+    with api.resume(url, {"run.dir": folder}) as run:
+        return parameters(run.model)
+
+
+def test_resume_from_a_copy_is_bitwise(triples, tmp_path):
+    url = f"file://{tmp_path}/nas/run"
+    whole = run_world(2, rank_trains, longer_config(triples, tmp_path / "whole"))
+    config = longer_config(triples, tmp_path / "run", checkpoint__options={"copy_to": url})
+    with pytest.raises(WorldError, match="died with exit code -9"):
+        run_world(2, rank_dies, config, SECOND, url)
+    shutil.rmtree(tmp_path / "run")  # the machine and its disk are gone
+    again = run_world(2, rank_resumes, url, str(tmp_path / "other"))
+    assert largest_difference(whole[0], again[0]) == 0
+    assert mark(url)["newest"] == newest_of(tmp_path / "other")  # it is copied to the same place
+    assert json.loads((tmp_path / "nas/run/results.json").read_text())["train"]["epochs"] == 4
+    assert copy_problem(tmp_path / "other") == ""
+
+
+def test_resume_auto_takes_the_copy(triples, tmp_path):
+    run = one_epoch(triples, tmp_path / "run", run__resume="auto")
+    lines = run.history[:-1]
+    shutil.rmtree(run.path)
+    again = one_epoch(triples, tmp_path / "run", run__resume="auto")
+    assert again.history[:-1] == lines  # it has trained nothing
+    with pytest.raises(ConfigError, match="already holds another run; resume it with"):
+        api.train(copied_config(triples, tmp_path / "new"))
+    assert not (tmp_path / "new" / "config.yaml").exists()
+
+
+def test_the_further_one_of_folder_and_copy_is_resumed(triples, tmp_path):
+    one_epoch(triples, tmp_path / "run").close()
+    api.resume(URL, {"run.dir": str(tmp_path / "other"), "train.epochs": 2}).close()
+    with pytest.raises(ConfigError, match=r"is further than .*run \(step-0*10 instead of step-0*5"):
+        api.resume(tmp_path / "run")  # a disk that comes back
+    run = api.resume(URL, {"run.dir": str(tmp_path / "run"), "train.epochs": 3})
+    assert epochs_of(run) == [1, 2, 3] and run.config.run.dir == str(tmp_path / "run")
+    with failing(10**6):
+        api.resume(run.path, {"train.epochs": 4})
+    assert mark()["newest"] == THIRD and copy_problem(run.path)
+    run = api.resume(URL, {"run.dir": str(run.path)})  # which is further than the copy
+    assert epochs_of(run) == [1, 2, 3, 4]
+    assert mark()["newest"] == "step-000000000020" and not copy_problem(run.path)
+
+
+def test_default_folder_of_a_resumed_copy(triples, tmp_path):
+    one_epoch(triples, tmp_path / "gone").close()
+    assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
+    MemoryFileSystem().copy("/copies/run", "/copies/moved", recursive=True)
+    run = api.resume("memory://copies/moved", {"run.dir": "moved", "train.epochs": 3})
+    assert run.config.checkpoint.options.copy_to == "memory://copies/moved"
+    assert mark("memory://copies/moved")["newest"] > mark()["newest"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match="holds something else than the run at"):
+        api.resume(URL, {"run.dir": str(tmp_path / "mine")})
+
+
+# Reading
+
+
+def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
+    run = api.train(copied_config(triples, tmp_path / "run", evaluation__every=1))
+    here, rows = run.evaluate("valid"), parameters(run.model)
+    query = ["--head", "e1", "--relation", "r1"]
+    assert main(["predict", URL, *query]) == 0
+    there = capsys.readouterr()
+    assert f"fetching {URL} into {cache_of(URL)}" in there.err
+    assert main(["predict", str(tmp_path / "run"), *query]) == 0
+    assert capsys.readouterr().out == there.out
+    for words in (["evaluate", URL, "--by", "relation"], ["export", URL, "-o", "exported"],
+                  ["report", URL]):  # fmt: skip
+        assert main(words) == 0
+        assert "fetching" not in capsys.readouterr().err  # once is enough
+    assert (cache_of(URL) / "evaluation-test-by-relation.json").is_file()  # it stays here
+    assert (cache_of(URL) / "report.html").is_file()
+    assert evaluate(URL, "valid") == here
+    config = longer_config(triples, tmp_path / "new", model__init_from=URL, train__epochs=0)
+    assert largest_difference(rows, parameters(api.train(config).model)) == 0
+
+
+def test_cache_follows_the_copy(triples, tmp_path):
+    api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
+    assert api.open_run(URL).results["train"]["epochs"] == 3
+    names = []
+    for epochs in (4, 5, 6):
+        api.resume(tmp_path / "run", {"train.epochs": epochs}).close()
+        run = api.open_run(URL)
+        assert run.results["train"]["epochs"] == epochs
+        names.append(sorted(path.name[-2:] for path in (run.path / "checkpoints").iterdir()))
+    # Those of the state before stay for processes that are reading them.
+    assert names == [["15", "20"], ["20", "25"], ["25", "30"]]
+    MemoryFileSystem.store.clear()
+    with pytest.raises(ConfigError, match="there is no run at"):
+        api.open_run(URL)
+    (tmp_path / "others").mkdir()
+    one_epoch(files_of(tmp_path / "others", seed=1), tmp_path / "new").close()
+    run = api.open_run(URL)  # another run at the same place
+    assert run.results["train"]["epochs"] == 1 and run.model.num_entities == 37
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == [FIRST]
+
+
+def test_run_that_was_fetched_is_used_without_the_network(triples, tmp_path, caplog):
+    one_epoch(triples, tmp_path / "run").close()
+    expected = api.open_run(URL).evaluate("valid")
+    with patch.object(MemoryFileSystem, "cat_file", side_effect=ConnectionError("no network")):
+        assert api.open_run(URL).evaluate("valid") == expected
+        assert any("no network; using what was fetched before" in x for x in warnings(caplog))
+        with pytest.raises(CopyError, match="no network"):  # the copy may be further
+            api.resume(URL, {"run.dir": str(tmp_path / "other")})
+        shutil.rmtree(cache_of(URL))
+        with pytest.raises(CopyError, match="no network"):
+            api.open_run(URL)
+
+
+def test_fetch_that_is_killed_goes_on(triples, tmp_path):
+    one_epoch(triples, tmp_path / "run").close()
+    with (
+        patch.object(MemoryFileSystem, "get_file", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        api.open_run(URL)
+    assert not (cache_of(URL) / "config.yaml").exists()
+    assert api.open_run(URL).model.num_entities == 37
+
+
+def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog):
+    run, fs = api.train(copied_config(triples, tmp_path / "run")), MemoryFileSystem()
+    fs.pipe_file(f"/copies/run/checkpoints/{THIRD}/rank-00000.safetensors", b"short")
+    run = api.open_run(URL)
+    assert run.model.num_entities == 37
+    assert any(f"{THIRD} is damaged" in text for text in warnings(caplog))
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == [SECOND]
+    fs.pipe_file(f"/copies/run/checkpoints/{SECOND}/manifest.json", b"short")
+    shutil.rmtree(run.path)
+    with pytest.raises(CopyError, match="has no checkpoint that is whole"):
+        api.open_run(URL)
+    content = bytearray(fs.cat_file("/copies/run/store/train.npy"))
+    content[-1] ^= 1
+    fs.pipe_file("/copies/run/store/train.npy", bytes(content))
+    shutil.rmtree(cache_of(URL))
+    with pytest.raises(Damaged, match=f"{URL}/store is damaged: the checksum of train.npy does"):
+        api.open_run(URL)
+    assert not cache_of(URL).joinpath("store").exists()
+
+
+def test_copy_of_somebody_else_stays_in_its_folder(triples, tmp_path):
+    one_epoch(triples, tmp_path / "run").close()
+    there = mark()
+
+    def raises(message, name="copy.json", **values):
+        MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps(there).encode())
+        MemoryFileSystem().pipe_file(f"/copies/run/{name}", json.dumps(there | values).encode())
+        with pytest.raises(CopyError, match=message):
+            fetch(URL, tmp_path / "here")
+
+    raises("names a file outside of the run: '../x'", newest="../x")
+    raises("is a copy of format 1; the only known is 2", format=1)
+    raises("names a file outside of the run: '/x'", "store/meta.json", files={"/x": 1})
+    for damaged in (b"{", b'{"format": 2}'):
+        MemoryFileSystem().pipe_file("/copies/run/copy.json", damaged)
+        with pytest.raises(CopyError, match=r"has a damaged copy.json"):
+            fetch(URL, tmp_path / "here")
+
+
+def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
+    one_epoch(triples, tmp_path / "run").close()
+    before = mark()
+    new = {"train": [("e1", "r1", "new")]}
+    made = extend(URL, new, tmp_path / "new", epochs=1)
+    assert made.config.checkpoint.options.copy_to is None and mark() == before
+    where = {KEY: "memory://copies/less"}
+    extend(URL, None, tmp_path / "less", delete=["e1"], overrides=where).close()
+    assert len(api.open_run("memory://copies/less").entity_labels.array) == 36

@@ -18,7 +18,7 @@ from training_runs import (
     rank_resumes,
     shared_folder,
 )
-from worlds import run_world
+from worlds import WorldError, run_world
 
 from kge_torchrec import KGEError, load_model, open_run, plan, train
 from kge_torchrec.config import Config, DataConfig
@@ -277,6 +277,7 @@ def test_runs_with_features_are_initial_vectors(tmp_path):
     old, trained_rows = TripleStore.open(the_store()), rank_starts(config)
     with open_run(run) as opened:
         summed = opened.model.entities.copy()
+        exported = opened.export(tmp_path / "export")
     plain = prepare(visits(1), tmp_path / "plain", {"types": "prefix"}, log_notes=False)
     (tmp_path / "f.tsv").write_text(lines() + "item:1\tnew\t1\nuser:1\ttag\t1\n")
     other = prepare(
@@ -290,7 +291,9 @@ def test_runs_with_features_are_initial_vectors(tmp_path):
         config = config_of(store.path, tmp_path / "none", **changes)
         return run_world(2, rank_starts, config)[0]
 
-    rows = starts(plain, model__init_from=str(run))
+    with pytest.raises(WorldError, match="start from an export of the run, which has the sums"):
+        starts(plain, model__init_from=str(run))
+    rows = starts(plain, model__init_from=str(exported))
     assert np.array_equal(rows, summed[old.entities.ids(plain.entities.array.to_pylist())])
     rows, drawn = starts(other, model__init_from=str(run)), starts(other)
     count = other.num_entities

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 
-import pytest
 from training_runs import config_of
 
 from kge_torchrec import api, lines
 from kge_torchrec.cli import main
-from kge_torchrec.config import ConfigError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.trackers import MetricsLog
 
@@ -46,19 +43,15 @@ def test_early_stop_is_said_everywhere(store, tmp_path, capsys):
     assert results["train"]["epochs"] == 12 and "stopped_early" not in results["train"]
 
 
-def test_resumed_run_says_where_it_goes_on_and_what_the_rate_becomes(store, tmp_path, capsys):
+def test_resumed_run_says_where_it_goes_on(store, tmp_path, capsys):
     run = tmp_path / "run"
-    api.train(config_of(store, run, train__schedule="linear", train__lr=0.1)).close()
+    api.train(config_of(store, run)).close()
     capsys.readouterr()
     api.resume(run, {"train.epochs": 4}).close()
     said = capsys.readouterr().err
     name = RunFolder(run).load_metrics()[0]["step"]
     assert name == 5 and "training goes on from checkpoint step-" in said
     assert "after 2 of 4 epochs" in said
-    assert "epoch 2: train.epochs 2 is now 4: with train.schedule linear the learning rate" in said
-    assert "of the next step was 0 and is 0.05" in said
-    api.resume(run).close()
-    assert "learning rate" not in capsys.readouterr().err
 
 
 def test_lines_stay_without_bars(store, tmp_path, capsys):
@@ -85,38 +78,6 @@ def test_one_object_a_line(store, tmp_path, capsys, monkeypatch):
     assert losses == [
         x["loss"] for x in RunFolder(tmp_path / "run").load_metrics() if x["kind"] == "epoch"
     ]
-
-
-def test_two_starts_in_one_second_have_folders_of_their_own(store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda *_: "20261128-010203")
-    config = config_of(store, model__scorer="distmult", train__epochs=0)
-    folders = [RunFolder.new(config).path.name for _ in range(3)]
-    assert folders == [f"distmult-20261128-010203{end}" for end in ("", "-2", "-3")]
-
-
-def test_folder_of_a_start_that_was_killed_takes_the_same_command(store, tmp_path, capsys):
-    """Killed after some steps, before the first checkpoint."""
-    run, config = RunFolder(tmp_path / "run"), config_of(store, tmp_path / "run")
-    with run.locked():
-        run.create(config)
-    (run.path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
-    (run.path / "notes.txt").write_text("mine")
-    api.train(config).close()
-    assert "ended before its first checkpoint; starting anew" in capsys.readouterr().err
-    assert [line["step"] for line in run.load_metrics()] == [5, 5, 5, 10, 10, 10, 10]
-    assert (run.path / "notes.txt").read_text() == "mine"
-    with pytest.raises(ConfigError, match="already holds a run"):
-        api.train(config)
-
-
-def test_config_of_a_user_in_the_folder_of_a_run_is_kept(store, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("# mine\nseed: 1\n")
-    for _ in range(2):  # the first start leaves its lock
-        with pytest.raises(ConfigError, match="already holds a run"):
-            api.train(config_of(store, tmp_path / "run"))
-        assert (tmp_path / "run" / "config.yaml").read_text().startswith("# mine")
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):

@@ -26,7 +26,7 @@ from kge_torchrec import extend, load_model, open_run, resume, train
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.disk_table import DiskError
-from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
+from kge_torchrec.training.trainer import Trainer
 
 WEIGHT = "model.entities.embeddings.entity.weight"
 
@@ -63,17 +63,6 @@ def test_the_kernels_of_cuda_keep_their_state_in_parts(tmp_path):
 def rank_resumes(folder: Path, after: int | None, changes: dict) -> dict:
     config = disk_config(folder, **{"checkpoint__every__steps": 2, "train__epochs": 3, **changes})
     return fit(config, dies_after(after)).parameters
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path, world_size):
-    (whole, *_) = run_world(world_size, rank_resumes, tmp_path / "whole", None, {})
-    for after in (5, 17):  # on the way there, and on the way back
-        with pytest.raises(WorldError, match="died with exit code -9"):
-            run_world(world_size, rank_resumes, tmp_path / "run", after, {})
-        assert [*(tmp_path / "run" / "parts").iterdir()]  # leftovers do no harm
-    (again, *_) = run_world(world_size, rank_resumes, tmp_path / "run", None, {})
-    assert largest_difference(again, whole) == 0
 
 
 def rank_takes_over(folder: Path, changes: dict) -> None:
@@ -213,31 +202,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "run" / "parts").write_text("no folder")
     with pytest.raises(DiskError, match=r"cannot be kept in .*parts: a file of this name"):
         fit(disk_config(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
-    whole = fit(disk_config(tmp_path / "whole", train__epochs=3)).parameters
-    fit(disk_config(tmp_path / "run", train__epochs=2, checkpoint__keep=2))
-    _, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    file = newest / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    file.unlink()
-    if damage != "missing":
-        content[5000] ^= 1
-        file.write_bytes(content)
-    again = fit(disk_config(tmp_path / "run", train__epochs=3)).parameters
-    assert file.name in caplog.text and "trying another one" in caplog.text
-    assert largest_difference(again, whole) == 0
-
-
-def test_nan_in_a_part_ends_training(tmp_path):
-    def poison(loop: Trainer) -> None:
-        rows = loop.session.backend.shard().rows
-        loop.callbacks.append(lambda kind, _: rows[0].fill_(torch.nan) if kind == "epoch" else None)
-
-    with pytest.raises(NonFiniteParameters, match="holds NaN or infinity"):
-        fit(disk_config(tmp_path / "run"), poison)
 
 
 def rank_opens(folder: Path) -> dict:

@@ -240,24 +240,6 @@ def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimize
 
 
 @pytest.mark.parametrize(
-    "has, precision, regime, said",
-    [(True, "bf16", "1vsall", None), (False, "fp32", "sampled", None),
-     (False, "bf16", "1vsall", "training is that of fp32"),
-     (False, "bf16", "sampled", "several times slower; set train.precision fp32")],
-)  # fmt: skip
-def test_emulated_precision_on_the_cpu_is_reported(
-    monkeypatch, caplog, has, precision, regime, said
-):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
-    monkeypatch.setattr(assembly.platform, "machine", lambda: "x86_64")
-    config = config_of("none", train__precision=precision, negatives__regime=regime)
-    with processes("cpu") as ranks:
-        assembly._notice_of_precision(config, ranks)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (said is not None) and (said or "") in "".join(messages)
-
-
-@pytest.mark.parametrize(
     "has, changes, takes",
     [(True, {}, True), (False, {}, False), (True, {"train__precision": "fp32"}, False),
      (True, {"negatives__regime": "sampled"}, False), (True, {"model__scorer": "transe_l2"}, False),

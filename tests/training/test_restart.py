@@ -21,7 +21,6 @@ from training_runs import config_of, fit, largest_difference, parameters, rank, 
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training import runs, stop_signal
 from kge_torchrec.training.run_folder import RunFolder
@@ -30,74 +29,6 @@ from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, T
 from kge_torchrec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# run.resume
-
-
-def test_resume_auto_starts_and_resumes(store, tmp_path):
-    config = config_of(store, tmp_path / "run", run__resume="auto")
-    api.train(config)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    run = api.train(config_of(store, tmp_path / "run", run__resume="auto", threads=2))
-    assert (run.path / "metrics.jsonl").read_text().splitlines()[:-1] == lines[:-1]
-
-
-def test_run_of_another_config_is_not_changed(store, tmp_path):
-    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
-    for resume, changes, words in (
-        ("auto", {"train__lr": 0.5}, r"a different config: train.lr is 0.05 there and 0.5 here"),
-        ("require", {"seed": 9}, r"a different config: seed is 0 there and 9 here"),
-        ("never", {}, r"already holds a run; .*--run.resume auto"),
-    ):
-        again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
-        with pytest.raises(ConfigError, match=words):
-            api.train(again)
-    assert api.open_run(tmp_path / "run").config.seed == 0
-
-
-def test_resume_require_needs_an_existing_run(store, tmp_path):
-    with pytest.raises(ConfigError, match=r"run.resume require: .* holds no run"):
-        api.train(config_of(store, tmp_path / "run", run__resume="require"))
-    with pytest.raises(ConfigError, match=r"run.resume auto needs run.dir"):
-        config_of(store, None, run__resume="auto")
-
-
-# One folder, one live run
-
-
-def test_second_run_in_a_folder_names_the_first(store, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    with folder.locked():
-        words = rf"is being trained by process {os.getpid()} on \S+, since 20"
-        with pytest.raises(ConfigError, match=words):
-            api.train(config_of(store, folder.path))
-        with pytest.raises(ConfigError, match=words):
-            api.train(config_of(store, folder.path, run__resume="auto"))
-    run = api.train(config_of(store, folder.path, train__epochs=1))
-    with folder.locked():
-        run.evaluate()  # reading is free
-        with pytest.raises(ConfigError, match=words):
-            api.resume(run.path)
-
-
-def test_lock_is_released_when_its_process_ends(tmp_path):
-    code = (
-        "import os, sys, time; from kge_torchrec.training.run_folder import RunFolder\n"
-        f"with RunFolder({str(tmp_path)!r}).locked():\n"
-        "    print('locked', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout.readline() == b"locked\n"
-    with (
-        pytest.raises(ConfigError, match=f"process {process.pid} on"),
-        RunFolder(tmp_path).locked(),
-    ):
-        pass
-    process.kill()
-    process.wait()
-    with RunFolder(tmp_path).locked():
-        pass
 
 
 # Signals

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit
+from training_runs import config_of, fit, scripted
 
 from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.training.schedules import Schedule
@@ -20,17 +20,23 @@ def factors(steps: int = 20, **changes) -> list[float]:
     return [schedule.factor(step) for step in range(steps)]
 
 
-def test_constant_schedule_keeps_the_rate():
-    assert factors() == [1.0] * 20
+COSINE = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)]
+RATES = [
+    ({}, [1.0] * 20),
+    ({"schedule": "linear"}, [*(1 - i / 20 for i in range(20)), 0, 0]),
+    ({"schedule": "cosine"}, COSINE),
+    ({"schedule": "exponential", "schedule_options": {"decay": 0.5}},
+     [0.5 ** (i // 5) for i in range(20)]),
+    ({"warmup_steps": 4}, [0.25, 0.5, 0.75, *[1.0] * 16]),
+    ({"schedule": "linear", "warmup_steps": 4},
+     [0.25, 0.5, 0.75, 1.0, *(1 - i / 16 for i in range(16))]),
+    ({"schedule": "cosine", "warmup_steps": 40}, [(i + 1) / 40 for i in range(20)]),
+]  # fmt: skip
 
 
-def test_linear_schedule_ends_one_step_before_zero():
-    assert factors(22, schedule="linear") == pytest.approx([1 - i / 20 for i in range(20)] + [0, 0])
-
-
-def test_cosine_schedule_follows_its_formula():
-    expected = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)]
-    assert factors(schedule="cosine") == pytest.approx(expected)
+@pytest.mark.parametrize(("changes", "expected"), RATES, ids=str)
+def test_rates_follow_their_formula(changes, expected):
+    assert factors(len(expected), **changes) == pytest.approx(expected)
 
 
 def test_cosine_restarts_in_equal_cycles():
@@ -46,23 +52,6 @@ def test_cosine_restarts_in_equal_cycles():
     assert all(rates.factor(step) == 1 for step in range(100))  # in spite of rounding
 
 
-def test_exponential_schedule_decays_each_epoch():
-    expected = [0.5 ** (i // 5) for i in range(20)]
-    assert factors(schedule="exponential", schedule_options={"decay": 0.5}) == expected
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warm_up_rises_to_one_before_the_schedule(schedule):
-    rates = factors(schedule=schedule, warmup_steps=4)
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    if schedule == "linear":
-        assert rates[4:] == pytest.approx([1 - i / 16 for i in range(16)])
-
-
-def test_warm_up_may_be_longer_than_training():
-    assert factors(schedule="cosine", warmup_steps=40)[-1] == 0.5
-
-
 def test_each_plateau_lowers_the_rate():
     options = {"decay": 0.5}
     schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", schedule_options=options), 5)
@@ -75,16 +64,6 @@ def test_imported_schedule_and_its_options_are_used():
     assert factors(10, schedule=path, schedule_options=options) == [1.0] * 5 + [0.5] * 5
     with pytest.raises(ConfigError, match="steps is no option of Stairs, which has epochs"):
         factors(schedule=path, schedule_options={"steps": 1})
-
-
-def scripted(values: list[float], metric: str = "mrr"):
-    """Validations that give these values, one after another."""
-
-    def script(loop: Trainer) -> None:
-        turn = iter(values)
-        loop.session.validate = lambda: {"both": {"realistic": {metric: next(turn)}}}
-
-    return script
 
 
 def lines(run: Path, kind: str) -> list[dict]:
@@ -186,12 +165,11 @@ def test_sample_of_valid_does_not_change(store, tmp_path):
     assert len(samples[0]) == 4 and (samples[0] == samples[1]).all()
 
 
-def test_better_values_depend_on_the_metric():
-    assert TrainState().is_better("mrr", 0.0)
-    assert TrainState(best_metric=0.5).is_better("mrr", 0.6)
-    assert not TrainState(best_metric=0.5).is_better("mrr", 0.5)
-    assert TrainState(best_metric=5.0).is_better("mr", 4.0)
-    assert not TrainState(best_metric=5.0).is_better("mr", 6.0)
+@pytest.mark.parametrize("metric, better, worse", [("mr", 4.9, 5.1), ("mrr", 5.1, 4.9)])
+def test_better_values_depend_on_the_metric(metric, better, worse):
+    progress = TrainState(best_metric=5.0)
+    assert progress.is_better(metric, better) and not progress.is_better(metric, worse)
+    assert not progress.is_better(metric, 5.0) and TrainState().is_better(metric, worse)
 
 
 def test_progress_round_trips_through_plain_values():

@@ -62,49 +62,26 @@ def places(labels=LABELS) -> tuple[list[int], list[int]]:
     return [all_labels.index(labels[place]) for place in known], known
 
 
-FORMS = (".npy", ".safetensors", ".parquet")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_format_initializes_its_entities(tmp_path, form):
-    file = write(tmp_path, form, some_vectors())
-    results, drawn = start({"model__init_from": str(file)}), start({})
-    ids, known = places()
-    assert len(ids) == 26
-    expected = drawn["entities"].clone()
-    expected[ids] = torch.from_numpy(some_vectors()[known])
-    assert torch.equal(results["entities"], expected)
-    assert torch.equal(results["relations"], drawn["relations"])
-
-
 def rank_starts(cases: list[dict]) -> list[dict]:
     return [start(case) for case in cases]
 
 
-def test_initial_vectors_do_not_depend_on_ranks(tmp_path):
-    inputs = {"model__init_from": str(write(tmp_path, ".npy", some_vectors()))}
-    cases = [inputs, {**inputs, "entities__engine": "handrolled"}]
-    ones, twos = (run_world(ranks, rank_starts, cases)[-1] for ranks in (1, 2))
-    for one, two in zip(ones, twos, strict=True):
-        assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-def test_frozen_vectors_stay_after_resume(tmp_path):
-    file = write(tmp_path, ".npy", some_vectors())
-    inputs = {
-        "model__init_from": str(file),
-        "model__init_options__frozen": True,
-        "train__epochs": 1,
-    }
-    run = api.train(config_of(small_store(), tmp_path / "run", **inputs), rank_test=False)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vectors_are_the_rows_of_their_labels(tmp_path, ranks):
+    files = [write(tmp_path, form, some_vectors()) for form in (".npy", ".safetensors", ".parquet")]
+    cases = [{"model__init_from": str(file)} for file in files]
+    cases.append({**cases[0], "model__biases": True, "model__dim": 10})
+    results, drawn = run_world(ranks, rank_starts, cases)[-1], start({})
     ids, known = places()
-    expected = torch.from_numpy(some_vectors()[known])
-    assert torch.equal(rows_of(run)[ids], expected)
-    file.unlink()  # the file is read only at the start
-    run = api.resume(run.path, {"train.epochs": 2})
-    assert torch.equal(rows_of(run)[ids], expected)
-    rest = sorted(set(range(37)) - set(ids))
-    assert not (rows_of(run)[rest] == start({})["entities"][rest]).all(1).any()
+    assert len(ids) == 26
+    expected = drawn["entities"].clone()
+    expected[ids] = torch.from_numpy(some_vectors()[known])
+    *results, with_biases = results
+    for result in results:
+        assert torch.equal(result["entities"], expected)
+        assert torch.equal(result["relations"], drawn["relations"])
+    rows = with_biases["entities"][ids]
+    assert torch.equal(rows[:, :8], expected[ids]) and not rows[:, 8:].any()
 
 
 def rows_of(run) -> torch.Tensor:
@@ -180,8 +157,9 @@ PROBLEMS = ("nan", "width", "twice", "foreign", "labels", "ragged", "no labels",
 def test_invalid_vectors_are_rejected(tmp_path, what):
     file, message = broken(tmp_path, what)
     inputs = {"model__init_from": str(file)}
+    config = config_of(small_store(), tmp_path / "run", **inputs)
     with pytest.raises(KGEError, match=message):
-        api.train(config_of(small_store(), tmp_path / "run", **inputs))
+        api.train(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -211,37 +189,21 @@ def rank_trains(file: str, folder: Path) -> int:
         return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
 
 
-def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
-    vectors = write(tmp_path, ".npy", some_vectors())
-    inputs = {"model__init_from": str(vectors), "train__epochs": 1}
-    uninterrupted = api.train(config_of(small_store(), tmp_path / "whole", **inputs))
-
-    def ends(kind: str, values: dict) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        api.train(config_of(small_store(), tmp_path / "run", **inputs), [ends])
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    again = api.resume(tmp_path / "run")
-    assert torch.equal(rows_of(again), rows_of(uninterrupted))
-
-
-def test_frozen_vectors_stay_in_extended_run(tmp_path):
+def test_frozen_vectors_stay_in_resumed_and_extended_runs(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    inputs = {
-        "model__init_from": str(file),
-        "model__init_options__frozen": True,
-        "train__epochs": 1,
-    }
-    run = api.train(config_of(small_store(), tmp_path / "run", **inputs), rank_test=False)
-    file.unlink()
-    ids, known = places()
+    inputs = {"model__init_from": str(file), "model__init_options__frozen": True}
+    config = config_of(small_store(), tmp_path / "run", train__epochs=1, **inputs)
+    run = api.train(config, rank_test=False)
+    file.unlink()  # it is read only at the start
+    run = api.resume(run.path, {"train.epochs": 2})
     made = extend(run.path, {"train": [("new", "r0", "e1")]}, tmp_path / "later", epochs=2)
-    rows, before = rows_of(made), rows_of(run)
-    assert torch.equal(rows[ids], torch.from_numpy(some_vectors()[known]))
-    assert not (rows[len(before) :] == 0).any() and len(rows) == len(before) + 1
-    rest = sorted(set(range(37)) - set(ids))
-    assert not (rows[rest] == before[rest]).all(1).any()
     again = extend(made.path, {"train": [("newer", "r0", "new")]}, tmp_path / "again", epochs=1)
-    assert torch.equal(rows_of(again)[ids], rows[ids])
-    assert not torch.equal(rows_of(again)[37], rows[37])  # new at the time, and trained
+    ids, known = places()
+    rest = sorted(set(range(37)) - set(ids))
+    before, rows, last = (rows_of(one) for one in (run, made, again))
+    assert torch.equal(before[ids], torch.from_numpy(some_vectors()[known]))
+    assert torch.equal(rows[ids], before[ids]) and torch.equal(last[ids], before[ids])
+    assert len(rows) == len(before) + 1 and rows[-1].all()
+    for now, then in ((before, start({})["entities"]), (rows, before), (last, rows)):
+        assert not (now[rest] == then[rest]).all(1).any()
+    assert not torch.equal(last[37], rows[37])  # new at the time, and trained

@@ -29,7 +29,7 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, extend
 from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
 from kge_torchrec.config.parser import as_config, config_from_dict, load_config, values_of
 from kge_torchrec.config.sizing import is_raced
@@ -256,7 +256,7 @@ def test_rules_where_there_is_nothing_to_compare(tmp_path, store, capsys, why):
 
 def test_raced_run_can_be_extended_and_exported(tmp_path, whole):
     new = [("e1", "r1", "new"), ("new", "r0", "e3")]
-    made = api.extend(whole.path, {"train": new}, tmp_path / "extended", epochs=1)
+    made = extend(whole.path, {"train": new}, tmp_path / "extended", epochs=1)
     assert made.config.model.scorer == whole.config.model.scorer
     assert not (tmp_path / "extended" / "race.json").exists()
     made.export(tmp_path / "export")
