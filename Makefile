@@ -63,7 +63,7 @@ test: $(TESTED)  ## run the tests; TESTS="tests/ranking -k ties" selects some
 slow: $(TESTED)  ## run tests that start processes, compile or build
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
-gpu: $(TESTED)  ## run tests that need a CUDA device
+gpu: $(TESTED)  ## run tests that need a CUDA device, in at most 9 minutes
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 test-all: test slow  ## run test and slow
@@ -71,10 +71,11 @@ test-all: test slow  ## run test and slow
 mutations: $(TESTED)  ## put each deliberate fault into a copy, and see that a test notices it
 	$(BIN)/python scripts/faults.py --jobs 2
 
-lint: $(TESTED) types  ## run ruff, mypy and import-linter, as CI does
+lint: $(TESTED) types  ## run ruff, mypy, import-linter and codespell, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell *.md docs kge_torchrec configs scripts
 
 types: $(TESTED)  ## run mypy
 	$(BIN)/python -m mypy

@@ -1,31 +1,24 @@
 """Measure training, ranking, preparing and start-up, and compare them with plain torch.
 
     python scripts/bench.py [SECTION ...] --data FB15K237 [--repeats N] [--json FILE]
-    python scripts/bench.py training --data FB15K237 --only transe_l1 --with-peers PYTHON
+    python scripts/bench.py training --data FB15K237 --only distmult --with-peers PYTHON
 
 FB15K237 is a folder with train.txt, valid.txt and test.txt of FB15k-237, which is not in this
-repository.
+repository. Sections (default: all):
 
-Sections (default: all):
-
-    training   FB15k-237, dim 256, Adam, tail queries, bce with 128 negatives, shared by the batch
-               or per triple; and against all entities in batches of 512 (1vsall with softmax,
-               kvsall with bce). The floor (peers/floor.py) is the same work in plain torch with
-               gradients derived by hand. Against all entities it has ComplEx with 1vsall only.
-    ranks      the FB15k-237 recipe in one process with all cores and in several that share them,
-               with both engines
-    scale, ranking, ingest   the scripts bench_scale.py, bench_ranking.py, bench_prepare.py
+    training   dim 256, Adam, tail queries: bce with 128 negatives that a batch shares, and against
+               all entities in batches of 512 (1vsall with softmax, kvsall with bce)
+    ranking    filtered ranks of test, both sides, ComplEx with dim 256
+    prepare    a store of --triples lines, beside pyarrow's bare reading and numbering of the file
     start-up   seconds of whole commands
-    whole      with --with-peers: minutes and test MRR of ten epochs of ComplEx, kvsall, bce,
-               batches of 512, 256 numbers per entity, reciprocal relations, here and in PyKEEN
+    whole      with --with-peers: minutes and test MRR of --epochs epochs of ComplEx, kvsall, bce,
+               here and in PyKEEN
 
-Both sides run in separate processes, alternating, with the same settings of allocator and OpenMP.
-A figure is the median over processes of their medians. If the processes of a side differ by more
-than ``--spread``, two more pairs run. If they still differ, the figure is marked "unquiet".
-
-``--with-peers`` names a Python that has PyKEEN, PyG, dice-embeddings or PyTorch-BigGraph
-(peers/README.md). The first three do the floor's work per triple. BigGraph shares negatives and
-corrupts both ends. For that comparison this package does so too, and a triple counts twice.
+The floor (peers/floor.py) is the same work in plain torch with gradients derived by hand. Both
+sides run in separate processes, alternating. A figure is the median over processes of their
+medians. If the processes of a side differ by more than --spread, two more pairs run; if they still
+differ, the figure is marked "unquiet". --with-peers names a Python that has PyKEEN or
+PyTorch-BigGraph (peers/README.md); BigGraph corrupts both ends, so here a triple counts twice too.
 """
 
 from __future__ import annotations
@@ -34,16 +27,20 @@ import argparse
 import json
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT, PEERS = HERE.parents[1], HERE.parent / "peers"
+sys.path.append(str(PEERS))
 # Keep freed blocks, as kge-torchrec does. OpenMP's workers spin for the default time.
 KEEP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -51,56 +48,37 @@ KEEP = {
     "MALLOC_TOP_PAD_": str(16 << 20),
     "GOMP_SPINCOUNT": "300000",
 }
-# Any MALLOC_ setting keeps kge-torchrec from changing the allocator.
-DEFAULTS = {"MALLOC_ARENA_MAX": "8", "GOMP_SPINCOUNT": "300000"}
 SCORERS = {"complex": "ComplEx", "distmult": "DistMult", "transe_l1": "TransE", "rotate": "RotatE"}
-# batch size, negatives.chunk_size, steps per timed block
-SAMPLED = {"shared-1024": (1024, 0, 100), "shared-4096": (4096, 0, 30), "per-triple": (1024, 1, 10)}
+SAMPLED = {"shared-1024": (1024, 100), "shared-4096": (4096, 30)}  # batch size, steps of a block
 # Scorers measured against all entities. In bfloat16 only products are faster.
 FULL = {"1vsall": tuple(SCORERS), "kvsall": tuple(SCORERS), "1vsall-bf16": ("complex", "distmult")}
-SECTIONS = ("training", "ranks", "scale", "ranking", "ingest", "start-up", "whole")
+RELATIONS, ROWS_AT_ONCE, DIM = 500, 1_000_000, 256
 
 
 @dataclass
 class Figure:
-    """The measured times of one piece of work, on both sides."""
+    """The rates of one piece of work, on both sides: the median of each process."""
 
     name: str
     unit: str
-    ours: list[float]  # the median of each process
+    ours: list[float]
     floor: list[float] = field(default_factory=list)
-    peers: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # theirs, ours
     unquiet: bool = False
 
-    @property
-    def ratio(self) -> float | None:
-        """Return our rate over the floor's; above 1 is faster."""
-        return _median(self.ours) / _median(self.floor) if self.floor else None
-
     def __str__(self) -> str:
-        text = f"{self.name} {_median(self.ours):.6g} {self.unit}{_spread(self.ours)}"
+        text = f"{self.name} {_spread(self.ours)} {self.unit}"
         if self.floor:
-            text += f", floor {_median(self.floor):.6g}{_spread(self.floor)}"
-            text += f": {self.ratio:.3f} of it"
-        for name, rates in self.peers.items():
-            theirs, ours = _median(rates["theirs"]), _median(rates["ours"])
-            text += f", {name} {theirs:.6g}, ours {ours:.6g}: {ours / theirs:.2f} x"
+            ratio = statistics.median(self.ours) / statistics.median(self.floor)
+            text += f", floor {_spread(self.floor)}: {ratio:.3f} of it"
         return text + (" unquiet" if self.unquiet else "")
 
 
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 def _spread(values: list[float]) -> str:
-    return f" ({min(values):.6g} to {max(values):.6g})" if len(values) > 1 else ""
+    every = f" ({min(values):.6g} to {max(values):.6g})" if len(values) > 1 else ""
+    return f"{statistics.median(values):.6g}{every}"
 
 
-def _differ(values: list[float], most: float) -> bool:
-    return max(values) - min(values) > most * _median(values)
-
-
-# Training
+# Work of a process
 
 
 def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail") -> list[str]:
@@ -121,8 +99,8 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
         "threads": 2,
     }
     if work in SAMPLED:
-        batch, chunk, _ = SAMPLED[work]
-        values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": chunk}
+        batch, _ = SAMPLED[work]
+        values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": 0}
     else:
         batch = 512
         regime, _, precision = work.partition("-")
@@ -132,7 +110,7 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
     return [f"--{key}={value}" for key, value in (values | {"train.batch_size": batch}).items()]
 
 
-def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail") -> list[float]:
+def train_here(data: Path, scorer: str, work: str, sides: str = "tail") -> list[float]:
     """Return queries per second of a few blocks of steps."""
     from kge_torchrec.environment import keep_large_blocks, limit_spinning
 
@@ -147,11 +125,10 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as ranks:
         config = load_config(None, settings(data, scorer, work, folder, sides))
-        config = replace(config, train=replace(config.train, pipeline=pipeline))
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
         trained = build_pipeline(config, session.backend, ranks)
-        steps = SAMPLED[work][2] if work in SAMPLED else 10
+        steps = SAMPLED[work][1] if work in SAMPLED else 10
         rates = []
         for epoch in range(4):
             stream = batches.epoch(epoch)
@@ -165,9 +142,8 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
     return rates[1:]
 
 
-def floor(data: Path, scorer: str, work: str) -> list[float]:
+def train_floor(data: Path, scorer: str, work: str) -> list[float]:
     """Run the same work in peers/floor.py."""
-    sys.path.insert(0, str(PEERS))
     import torch
     from floor import AllEntities, Sampled, read_graph
 
@@ -176,8 +152,8 @@ def floor(data: Path, scorer: str, work: str) -> list[float]:
     triples = torch.from_numpy(splits["train"])
     trainer: AllEntities | Sampled
     if work in SAMPLED:
-        batch, chunk, steps = SAMPLED[work]
-        trainer = Sampled(SCORERS[scorer], entities, relations, 256, 128, shared=chunk == 0)
+        batch, steps = SAMPLED[work]
+        trainer = Sampled(SCORERS[scorer], entities, relations, 256, 128)
     else:
         batch, steps = 512, 10
         trainer = AllEntities(entities, relations, 256, batch)
@@ -194,208 +170,220 @@ def floor(data: Path, scorer: str, work: str) -> list[float]:
     return rates[1:]
 
 
-def peers(options: argparse.Namespace, figure: Figure, scorer: str, work: str) -> dict[str, dict]:
-    """Return queries per second of other systems that do this work and of this package."""
-    results = {}
-    if work == "per-triple":
-        for name, module, script in (
-            ("PyKEEN", "pykeen", "peer_pykeen.py"),
-            ("PyG", "torch_geometric", "peer_pyg.py"),
-            ("dice-embeddings", "dicee", "peer_dicee.py"),
-        ):
-            if _has(options.with_peers, module):
-                theirs = _peer(options.with_peers, script, options.data, SCORERS[scorer])
-                results[name] = {"theirs": theirs, "ours": figure.ours}
-        return results
-    takes = work in SAMPLED and scorer in ("complex", "distmult")
-    if takes and _has(options.with_peers, "torchbiggraph"):
-        arguments = options.data, scorer, SAMPLED[work][0]
-        theirs = _peer(options.with_peers, "peer_biggraph.py", *arguments)
-        same = _worker(KEEP, "ours", options.data, scorer, work, options.pipeline, "both")
-        results["PyTorch-BigGraph"] = {"theirs": theirs, "ours": same}
-    return results
+def rank_here(data: Path) -> list[float]:
+    """Return test triples per second of ranking both sides with random parameters."""
+    import torch
+    from floor import read_graph
+
+    from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+    from kge_torchrec.embeddings.backend import EntityShard
+    from kge_torchrec.models.scorers import SIDES
+    from kge_torchrec.models.scorers.bilinear import ComplEx
+    from kge_torchrec.ranking.ranks import rank_triples
+
+    torch.set_num_threads(2)
+    splits, entities, relations = read_graph(data)
+    scorer = ComplEx(relations, DIM)
+    for parameter in scorer.parameters():
+        torch.nn.init.normal_(parameter)
+    shard = EntityShard(torch.randn(entities, DIM), 0, entities)
+    indices = [
+        {side: build_side(side, triples, entities, relations) for side in SIDES}
+        for triples in splits.values()
+    ]
+    known = FilterIndex(indices, entities, relations)
+    return _rates(lambda: rank_triples(scorer, shard, splits["test"], known), len(splits["test"]))
 
 
-def _has(python: str, module: str) -> bool:
-    """Return whether a Python has a module installed."""
-    script = f"import importlib.util; raise SystemExit(not importlib.util.find_spec({module!r}))"
-    return subprocess.run([python, "-c", script]).returncode == 0
+def rank_floor(data: Path) -> list[float]:
+    """Run the same work in peers/floor.py."""
+    import torch
+    from floor import rank, read_graph
+
+    torch.set_num_threads(2)
+    splits, entities, relations = read_graph(data)
+    rows = torch.randn(entities, DIM), torch.randn(relations, DIM)
+    return _rates(lambda: rank(*rows, splits), len(splits["test"]))
 
 
-def _peer(python: str, script: str, *arguments: object) -> list[float]:
-    """Return the rates that a peer's script prints, one per line: name, rate, unit."""
-    with tempfile.TemporaryDirectory() as folder:
-        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
-        command = [python, str(PEERS / script), *map(str, arguments)]
-        lines = [line.split() for line in _run(command, os.environ | KEEP | homes).splitlines()]
-    return [float(line[1]) for line in lines if line[2:] in (["triples/s"], ["queries/s"])]
+def _rates(work: Callable[[], object], count: int) -> list[float]:
+    """Return how many of ``count`` pieces a second takes, of three runs after the first."""
+    rates = []
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        rates.append(count / (time.perf_counter() - start))
+    return rates[1:]
 
 
-def training(options: argparse.Namespace) -> list[Figure]:
+def prepare_here(source: Path, triples: str) -> list[float]:
+    """Return triples per second of `prepare`; print the peak of memory to stderr."""
+    from kge_torchrec.data.prepare import prepare
+
+    start = time.perf_counter()
+    prepare(source, source.with_name("store"), overwrite=True, progress=False)
+    rate = int(triples) / (time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"prepare: peak of memory {peak:.2f} GiB", file=sys.stderr)
+    return [rate]
+
+
+def prepare_floor(source: Path, triples: str) -> list[float]:
+    """Read the file into memory and number entities and relations, without writing."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    start = time.perf_counter()
+    table = csv.read_csv(
+        source,
+        read_options=csv.ReadOptions(column_names=["h", "r", "t"]),
+        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+    )
+    ends = pa.chunked_array(table["h"].chunks + table["t"].chunks)
+    ends.dictionary_encode().combine_chunks()
+    table["r"].dictionary_encode()
+    return [int(triples) / (time.perf_counter() - start)]
+
+
+def write_tsv(path: Path, triples: int) -> None:
+    """Write labels whose frequencies follow Zipf's law, of as many entities as triples."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow import csv
+
+    random = np.random.default_rng(0)
+
+    def labels(prefix: str, size: int, count: int) -> pa.Array:
+        ranks = np.minimum((size ** random.random(count)).astype(np.int64) - 1, size - 1)
+        scattered = pa.array(ranks * 2_654_435_761 % size * 7 + 13).cast(pa.string())
+        return pc.binary_join_element_wise(prefix, scattered, "")
+
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    schema = pa.schema([(name, pa.string()) for name in "hrt"])
+    with csv.CSVWriter(path, schema, write_options=options) as writer:
+        for start in range(0, triples, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, triples - start)
+            ends = [labels("Q", triples, count) for _ in range(2)]
+            table = pa.table([ends[0], labels("P", RELATIONS, count), ends[1]], schema)
+            writer.write_table(table)
+
+
+# Sections
+
+
+def training(options: argparse.Namespace) -> Iterator[Figure]:
     works = [(scorer, work) for scorer in SCORERS for work in SAMPLED]
     works += [(scorer, work) for work, scorers in FULL.items() for scorer in scorers]
-    figures = []
     for scorer, work in works:
         name = f"{scorer}-{work}"
         if options.only and not re.search(options.only, name):
             continue
-        allocators = {"": KEEP}
-        if options.allocators:
-            allocators |= {"-glibc": DEFAULTS, "-as-shipped": {}}
-        for label, environment in allocators.items():
-            sides: dict[str, tuple] = {
-                "ours": ("ours", options.data, scorer, work, options.pipeline)
-            }
-            if work in SAMPLED or (scorer == "complex" and work != "kvsall"):
-                sides["floor"] = "floor", options.data, scorer, work
-            results = _pairs(options, sides, environment)
-            unit = "queries/s" if work == "kvsall" else "triples/s"
-            figure = Figure(f"{name}{label}", unit, *results)
-            figure.unquiet = any(_differ(values, options.spread) for values in results)
-            if options.with_peers and not label:
-                figure.peers = peers(options, figure, scorer, work)
-            figures.append(_said(figure))
-    return figures
+        has_floor = work in SAMPLED or (scorer == "complex" and work != "kvsall")
+        unit = "queries/s" if work == "kvsall" else "triples/s"
+        yield _pairs(options, name, unit, "train", has_floor, options.data, scorer, work)
+        if options.with_peers and work in SAMPLED and scorer in ("complex", "distmult"):
+            arguments = str(options.data), scorer, str(SAMPLED[work][0])
+            lines = _peer(options.with_peers, "peer_biggraph.py", *arguments).splitlines()
+            theirs = [float(line.split()[1]) for line in lines if line.endswith("queries/s")]
+            same = _worker("train_here", options.data, scorer, work, "both")
+            yield Figure(f"{name}-beside-biggraph", "queries/s", same, theirs)
 
 
-def _pairs(options: argparse.Namespace, sides: dict, environment: dict) -> list[list[float]]:
+def ranking(options: argparse.Namespace) -> Iterator[Figure]:
+    yield _pairs(options, "ranking", "triples/s", "rank", True, options.data)
+
+
+def prepare(options: argparse.Namespace) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "triples.tsv")
+        write_tsv(source, options.triples)
+        yield _pairs(options, "prepare", "triples/s", "prepare", True, source, options.triples)
+
+
+def _pairs(
+    options: argparse.Namespace, name: str, unit: str, work: str, has_floor: bool,
+    *arguments: object,
+) -> Figure:  # fmt: skip
     """Return the median of each process, per side; the sides alternate."""
-    results: dict[str, list[float]] = {who: [] for who in sides}
+    rates: dict[str, list[float]] = {"here": [], **({"floor": []} if has_floor else {})}
+
+    def differ() -> bool:
+        return any(
+            max(values) - min(values) > options.spread * statistics.median(values)
+            for values in rates.values()
+        )
+
     for repeat in range(options.repeats + 2):
-        differ = any(_differ(values, options.spread) for values in results.values() if values)
-        if repeat >= options.repeats and not differ:
+        if repeat >= options.repeats and not differ():
             break
-        for who in list(sides)[:: 1 if repeat % 2 else -1]:
-            results[who].append(_median(_worker(environment, *sides[who])))
-    return list(results.values())
+        for side in list(rates)[:: 1 if repeat % 2 else -1]:
+            rates[side].append(statistics.median(_worker(f"{work}_{side}", *arguments)))
+    return Figure(name, unit, rates["here"], rates.get("floor", []), differ())
 
 
-def _worker(environment: dict, *arguments: object) -> list[float]:
-    """Run this file as a worker and return its result."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MALLOC_", "GOMP_", "OMP_"))
-    }
-    command = [sys.executable, str(HERE), "--worker", *map(str, arguments)]
-    return json.loads(_run(command, inherited | environment).splitlines()[-1])
+def _worker(name: str, *arguments: object) -> list[float]:
+    """Run a function of this file in a new process and return its result."""
+    ours = ("MALLOC_", "GOMP_", "OMP_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    command = [sys.executable, str(HERE), "--worker", name, *map(str, arguments)]
+    return json.loads(_run(command, inherited | KEEP).splitlines()[-1])
 
 
-# The other sections
+def _peer(python: str, script: str, *arguments: str) -> str:
+    """Return what a peer's script prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
+        return _run([python, str(PEERS / script), *arguments], os.environ | KEEP | homes)
 
 
-def ranks(options: argparse.Namespace) -> list[Figure]:
-    """Measure the recipe and a larger batch with both engines on 1, 2 and 4 ranks."""
-    figures = []
-    for batch in (None, 4096):
-        with tempfile.TemporaryDirectory() as folder:
-            results = _compared(options, folder, batch)
-        for world_size, engines in results.items():
-            for engine, rates in engines.items():
-                name = f"{engine}-{world_size}-ranks-batch-{batch or 'recipe'}"
-                figure = Figure(name, "triples/s", _medians(rates))
-                figure.unquiet = _differ(figure.ours, options.spread)
-                figures.append(_said(figure))
-                of_one = _median(figure.ours) / _median(_medians(results["1"][engine]))
-                of_other = _median(figure.ours) / _median(_medians(engines["handrolled"]))
-                print(f"  {of_one:.3f} of one process, {of_other:.3f} of the hand-rolled engine")
-    return figures
-
-
-def _medians(rates: list[list[float]]) -> list[float]:
-    return [_median(repeat) for repeat in rates]
-
-
-def _compared(options: argparse.Namespace, folder: str, batch: int | None) -> dict:
-    """Return {ranks: {engine: [triples/s of each block, for every repeat]}}."""
-    sizes = [str(size) for size in options.world_sizes]
-    command = [sys.executable, "-m", "kge_torchrec", "compare", "fb15k237_complex",
-               f"--data.path={options.data}", f"--run.dir={folder}/compared", "--train.epochs=1",
-               "--engines", "torchrec", "handrolled", "--world-sizes", *sizes,
-               "--repeats", str(options.repeats), "--steps", "60"]  # fmt: skip
-    command += [f"--train.batch_size={batch}"] if batch else []
-    _run(command, dict(os.environ))
-    speed = json.loads(Path(folder, "compared", "comparison.json").read_text())["speed"]
-    return {
-        size: {engine: [repeat["triples_per_second"] for repeat in repeats]
-               for engine, repeats in by_engine.items()}
-        for size, by_engine in speed.items()
-    }  # fmt: skip
-
-
-def _script(name: str, *arguments: object) -> list[Figure]:
-    """Return another script's lines: name, value, unit."""
-    command = [sys.executable, str(HERE.parent / name), *map(str, arguments)]
-    figures = []
-    for line in _run(command, dict(os.environ)).splitlines():
-        words = line.split()
-        if len(words) >= 3:
-            figures.append(_said(Figure(words[0], words[2], [float(words[1])])))
-    return figures
-
-
-def start_up(options: argparse.Namespace) -> list[Figure]:
-    """Time whole commands on the graph of countries."""
+def start_up(options: argparse.Namespace) -> Iterator[Figure]:
     program = [sys.executable, "-m", "kge_torchrec"]
     with tempfile.TemporaryDirectory() as folder:
         run = f"{folder}/run"
         _run([*program, "train", "demo", f"--run.dir={run}", "--train.epochs=1"], dict(os.environ))
-        commands = {
+        for name, command in {
             "help": [*program, "--help"],
             "predict": [*program, "predict", run, "--head", "Austria", "--relation", "borders"],
             "evaluate": [*program, "evaluate", run],
             "import-of-torch": [sys.executable, "-c", "import torch"],
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(options.repeats):
-            for name, command in commands.items():
+        }.items():
+            seconds = []
+            for _ in range(options.repeats):
                 start = time.perf_counter()
                 _run(command, dict(os.environ))
-                seconds[name].append(time.perf_counter() - start)
-    return [_said(Figure(name, "s", values)) for name, values in seconds.items()]
+                seconds.append(time.perf_counter() - start)
+            yield Figure(name, "s", seconds)
 
 
-def whole(options: argparse.Namespace) -> list[Figure]:
+def whole(options: argparse.Namespace) -> Iterator[Figure]:
     """Train one model in PyKEEN and here, fp32 and as shipped; say minutes and test MRR."""
-    if not options.with_peers or not _has(options.with_peers, "pykeen"):
-        return []
-    figures = []
-    sides = {"pykeen": [], "ours, fp32": ["--train.precision=fp32"], "ours": []}
-    for name, changes in sides.items():
+    if not options.with_peers:
+        return
+    arguments = str(options.data), "ComplEx", "--epochs", str(options.epochs)
+    words = _peer(options.with_peers, "peer_pykeen.py", *arguments).split()
+    yield Figure(f"pykeen: test mrr {float(words[-1]):.4f} in", "minutes", [float(words[1])])
+    for name, changes in {"ours, fp32": ["--train.precision=fp32"], "ours": []}.items():
         with tempfile.TemporaryDirectory() as folder:
-            if name == "pykeen":
-                command = [options.with_peers, str(PEERS / "peer_pykeen.py"), str(options.data)]
-                command += ["ComplEx", "--work", "whole", "--epochs", str(options.epochs)]
-                homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
-                words = _run(command, os.environ | KEEP | homes).split()
-                minutes, mrr = float(words[1]), float(words[-1])
-            else:
-                keys = settings(options.data, "complex", "kvsall", f"{folder}/run")
-                keys = [key for key in keys if not key.startswith("--train.precision")]
-                keys += [
-                    "--model.reciprocal=true",
-                    "--negatives.sides=both",
-                    "--evaluation.every=0",
-                ]
-                keys += [f"--train.epochs={options.epochs}", *changes]
-                _run([sys.executable, "-m", "kge_torchrec", "train", *keys], dict(os.environ))
-                results = json.loads(Path(folder, "run", "results.json").read_text())
-                minutes = results["train"]["seconds"] / 60
-                mrr = results["test"]["both"]["realistic"]["mrr"]
-        figures.append(_said(Figure(f"{name}: test mrr {mrr:.4f} in", "minutes", [minutes])))
-    return figures
+            keys = settings(options.data, "complex", "kvsall", f"{folder}/run", "both")
+            keys = [key for key in keys if not key.startswith("--train.precision")]
+            keys += ["--model.reciprocal=true", "--evaluation.every=0"]
+            keys += [f"--train.epochs={options.epochs}", *changes]
+            _run([sys.executable, "-m", "kge_torchrec", "train", *keys], dict(os.environ))
+            results: Any = json.loads(Path(folder, "run", "results.json").read_text())
+        mrr, minutes = results["test"]["both"]["realistic"]["mrr"], results["train"]["seconds"] / 60
+        yield Figure(f"{name}: test mrr {mrr:.4f} in", "minutes", [minutes])
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+        raise SystemExit(" ".join(command))
     return done.stdout
 
 
-def _said(figure: Figure) -> Figure:
-    print(figure, flush=True)
-    return figure
+SECTIONS = {"training": training, "ranking": ranking, "prepare": prepare, "start-up": start_up,
+            "whole": whole}  # fmt: skip
 
 
 def main() -> None:
@@ -403,57 +391,33 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--data", type=Path, help="the folder of FB15k-237")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--spread",
-        type=float,
-        default=0.2,
-        help="largest relative difference between processes of a side",
-    )
-    parser.add_argument(
-        "--only", metavar="PATTERN", help="measure only training figures whose names match"
-    )
-    parser.add_argument("--pipeline", default="auto", choices=("auto", "sparse_dist", "loop"))
-    parser.add_argument(
-        "--allocators", action="store_true", help="also measure with glibc's default settings"
-    )
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument(
-        "--with-peers", metavar="PYTHON", help="a Python with PyKEEN, PyG or PyTorch-BigGraph"
-    )
+    parser.add_argument("--spread", type=float, default=0.2,
+                        help="largest relative difference between processes of a side")  # fmt: skip
+    parser.add_argument("--only", metavar="PATTERN", help="of training, these names only")
+    parser.add_argument("--with-peers", metavar="PYTHON", help="a Python with PyKEEN or BigGraph")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of the section whole")
+    parser.add_argument("--triples", type=int, default=5_000_000, help="lines to prepare")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if unknown := set(options.sections) - set(SECTIONS):
+    if unknown := {*options.sections} - {*SECTIONS}:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    if options.data is None and {"training", "ranks", "ranking", "whole"} & {
-        *(options.sections or SECTIONS)
-    }:
+    sections = options.sections or list(SECTIONS)
+    if options.data is None and {"training", "ranking", "whole"} & {*sections}:
         parser.error("give --data, a folder with train.txt, valid.txt and test.txt of FB15k-237")
-    busy = os.getloadavg()[0]
-    if busy > 0.7:
+    if (busy := os.getloadavg()[0]) > 0.7:
         print(f"other programs are running: load {busy:.1f}", flush=True)
-    measured = {
-        "training": lambda: training(options),
-        "ranks": lambda: ranks(options),
-        "scale": lambda: _script("bench_scale.py", "--repeats", options.repeats),
-        "ranking": lambda: _script("bench_ranking.py", options.data, "--repeats", options.repeats),
-        "ingest": lambda: _script("bench_prepare.py", "--repeats", options.repeats),
-        "start-up": lambda: start_up(options),
-        "whole": lambda: whole(options),
-    }  # fmt: skip
-    figures: list[Figure] = []
-    for section in options.sections or SECTIONS:
-        print(f"# {section}", flush=True)
-        figures += measured[section]()
+    figures = []
+    for section in sections:
+        for figure in SECTIONS[section](options):
+            print(figure, flush=True)
+            figures.append(asdict(figure))
     if options.json:
-        kept = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
-        options.json.write_text(json.dumps({"load": busy, "figures": kept}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"load": busy, "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        who, *rest = sys.argv[2:]
-        measured = ours if who == "ours" else floor
-        print(json.dumps(measured(Path(rest[0]), *rest[1:])))
+        name, first, *rest = sys.argv[2:]
+        print(json.dumps(globals()[name](Path(first), *rest)))
     else:
         main()

@@ -1,31 +1,22 @@
-"""Compare what two commits compute: bits of training, ranks, plans, races, data, speed.
+"""Compare what two commits compute: parameters, losses and metrics of short trainings.
 
-    python scripts/golden_results.py 1dd3a234 HEAD                     # all parts
-    python scripts/golden_results.py 1dd3a234 HEAD --only runs plans
-    python scripts/golden_results.py 1dd3a234 HEAD --only runs --names fp16 disk
+    python scripts/golden_results.py COMMIT HEAD
+    python scripts/golden_results.py COMMIT HEAD --names fp16 disk
 
-Parts (default: all, in this order; `speed` wants a machine that does nothing else):
-
-    runs    parameters, losses and metrics of short trainings on small graphs, on 1, 2 and 4 ranks
-    ranks   md5 of every rank of five scorers on FB15k-237 and WN18RR
-    plans   14 plans, value by value
-    races   the race of defaults on the embedded graph and on UMLS
-    data    labelled triples of every split, and known answers
-    speed   seconds and peak memory of whole commands, both commits alternating
-
-Each commit is checked out in --folder and runs with this Python. Results are kept there, so a
-second start continues. Parameters are compared by the labels of their rows. Bits depend on the
-processor: compare on one machine. `golden_cases.py` has the cases.
-Graphs are read from --graphs (default: ../shared/data); what is missing is skipped and named.
+The trainings are of small graphs, on 1, 2 and 4 ranks. Each commit is checked out in --folder and
+runs with this Python. Results are kept there, so a second start continues. Parameters are compared
+by the labels of their rows. Bits depend on the processor: compare on one machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import random
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,60 +24,188 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from golden_cases import DATA, PLANS, RACES, RANKED, RUNS, TIMED, Missing, graph_of
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = ROOT / "scripts" / "golden_cases.py"
-PARTS = ("runs", "ranks", "plans", "races", "data", "speed")
+SHARED = {
+    "threads": 1, "device": "cpu", "seed": 5, "model.dim": 16, "model.init": "normal",
+    "model.init_scale": 0.1, "loss.n3": 0.0, "loss.relation_weight": 0.0, "train.lr": 0.1,
+    "evaluation.patience": 0, "evaluation.max_triples": 0, "negatives.count": 24,
+    "train.batch_size": 256, "train.log_every": 5, "evaluation.every": 4, "run.progress": False,
+    "run.trackers.tensorboard": False,
+}  # fmt: skip
+HANDROLLED = {"entities.engine": "handrolled"}
+QUERIES = {"train.batch_size": 128}
+TYPED = {"data.types": "prefix"}
+
+# name: (graph, ranks, epochs, keys); what happens in between is in SPECIAL
+RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "sampled": ("countries", 1, 8, {}),
+    "sampled-2": ("countries", 2, 8, {"train.optimizer": "adam", "train.lr": 0.01}),
+    "sampled-4": ("countries", 4, 8, {"train.optimizer": "rowwise_adagrad"}),
+    "per-triple": ("countries", 1, 8, {"negatives.chunk_size": 1, "loss.name": "margin",
+                                       "model.scorer": "transe_l2", "model.reciprocal": False}),
+    "self-adversarial": ("countries", 1, 8, {
+        "model.scorer": "rotate", "loss.name": "self_adversarial", "loss.options.margin": 6.0,
+        "model.reciprocal": False}),
+    "penalties": ("countries", 1, 8, {"loss.n3": 0.05, "loss.relation_weight": 0.5,
+                                      "train.schedule": "cosine", "train.warmup_steps": 7}),
+    "ivr": ("countries", 1, 4, {"loss.regularizers": {"ivr": {"lambda1": 0.01, "lambda2": 0.02}}}),
+    "dropout-2": ("countries", 2, 8, {
+        "model.scorer": "conve", "model.dropout.hidden": 0.2, "model.dropout.input": 0.1,
+        "train.optimizer": "rowwise_adam", "train.lr": 0.01}),
+    "1vsall": ("countries", 1, 8, {"negatives.regime": "1vsall", "loss.n3": 0.01}),
+    "1vsall-2": ("countries", 2, 8, {"negatives.regime": "1vsall", "model.scorer": "distmult"}),
+    "1vsall-4": ("countries", 4, 8, {"negatives.regime": "1vsall", **HANDROLLED}),
+    "kvsall": ("countries", 1, 16, {"negatives.regime": "kvsall", **QUERIES}),
+    "kvsall-2": ("countries", 2, 16, {"negatives.regime": "kvsall", "model.scorer": "keci",
+                                      "loss.name": "bce", "train.optimizer": "adam",
+                                      "train.lr": 0.01, **QUERIES}),
+    "allvsall": ("countries", 1, 2, {"negatives.regime": "allvsall", "loss.name": "bce",
+                                     **QUERIES}),
+    "kvssample": ("countries", 1, 16, {"negatives.regime": "kvssample", "loss.name": "bce",
+                                       **QUERIES}),
+    "kvssample-2": ("countries", 2, 16, {"negatives.regime": "kvssample", **QUERIES}),
+    "bf16": ("countries", 1, 8, {"train.precision": "bf16"}),
+    "fp16": ("countries", 1, 8, {"train.precision": "fp16"}),
+    "fsdp-2": ("countries", 2, 8, {"dense.wrapper": "fsdp", "model.scorer": "tucker",
+                                   "train.optimizer": "adam", "train.lr": 0.01}),
+    "accumulated-2": ("countries", 2, 8, {
+        "train.accumulation": 3, "train.clip.norm": 0.5, "train.clip.value": 0.1,
+        "train.optimizer": "rowwise_adagrad"}),
+    "averaged": ("countries", 1, 8, {"train.averaging": "ema"}),
+    "hardest": ("countries", 1, 8, {"negatives.hardest": 8}),
+    "in-batch": ("countries", 1, 8, {"negatives.in_batch": "same_relation",
+                                     "negatives.chunk_size": 64}),
+    "log-q": ("countries", 1, 8, {"negatives.in_batch": True, "negatives.log_q": True}),
+    "handrolled": ("countries", 1, 8, {**HANDROLLED, "train.optimizer": "adam"}),
+    "handrolled-2": ("countries", 2, 8, {
+        **HANDROLLED, "train.optimizer": "adam", "negatives.sampling": "degree",
+        "negatives.filtered": True}),
+    "handrolled-4": ("countries", 4, 8, {**HANDROLLED, "train.clip.norm": 0.5}),
+    "dicee-2": ("countries", 2, 8, {**HANDROLLED, "entities.preset": "dicee",
+                                    "train.optimizer": "adam"}),
+    "dgl-2": ("countries", 2, 8, {**HANDROLLED, "entities.preset": "dgl",
+                                  "train.optimizer": "adam"}),
+    "house": ("countries", 1, 4, {"model.scorer": "house"}),
+    "rescal": ("countries", 1, 4, {"model.scorer": "rescal", "model.dropout.relation": 0.2}),
+    "transh": ("countries", 1, 4, {"model.scorer": "transh"}),
+    "typed": ("places", 1, 8, {**TYPED, "negatives.among": "types"}),
+    "features-2": ("places", 2, 8, {**TYPED, "data.features": "FEATURES"}),
+    "tables-2": ("places", 2, 8, {**TYPED, "entities.tables": {
+        "user": {"optimizer": "adam", "lr": 0.01}, "place": {"optimizer": "adagrad"}}}),
+    "disk": ("countries", 1, 4, {"entities.placement": "disk"}),
+    "disk-2": ("countries", 2, 4, {"entities.placement": "disk", "train.optimizer": "adam",
+                                   "train.lr": 0.01}),
+    "killed": ("countries", 1, 8, {"checkpoint.every.steps": 7}),
+    "killed-2": ("countries", 2, 8, {"checkpoint.every.steps": 7, "train.optimizer": "adam",
+                                     "train.lr": 0.01}),
+    "killed-disk": ("countries", 1, 4, {"entities.placement": "disk",
+                                        "checkpoint.every.steps": 7}),
+    "extended": ("countries", 1, 4, {}),
+    "extended-twice-2": ("countries", 2, 4, {"train.optimizer": "adam", "train.lr": 0.01}),
+}  # fmt: skip
+NEW = [("Atlantis", "borders", "Greece"), ("Atlantis", "borders", "Lemuria"),
+       ("Lemuria", "sank_in", "Ocean"), ("Lemuria", "borders", "Greece")]  # fmt: skip
+NEWER = [("Mu", "sank_in", "Ocean"), ("Mu", "borders", "Lemuria")]
 
 
-def names_of(part: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, graph, ranks) of the entries of a part."""
-    if part == "runs":
-        yield from ((name, graph, ranks) for name, (graph, ranks, *_) in RUNS.items())
-    elif part == "ranks":
-        yield from ((f"{g}/{scorer}", g, 1) for g in ("fb15k-237", "wn18rr") for scorer in RANKED)
-    elif part == "plans":
-        yield from ((name, "countries", 1) for name in PLANS)
-    elif part == "races":
-        yield from ((name, name, 1) for name in RACES)
-    elif part == "data":
-        yield from ((name, graph, 1) for name, (graph, _) in DATA.items())
+def make_places(folder: Path) -> None:
+    """Write users, places and authors, and features of places."""
+    draw = random.Random(7)
+    lines = {f"user:{draw.randrange(80)}\tvisits\tplace:{draw.randrange(60)}" for _ in range(700)}
+    lines |= {f"user:{draw.randrange(80)}\tfollows\tuser:{draw.randrange(80)}" for _ in range(300)}
+    lines |= {f"author:{draw.randrange(9)}\tmade\tplace:{k}" for k in range(60)}
+    ordered = sorted(lines)
+    draw.shuffle(ordered)
+    for split, part in (
+        ("train", ordered[100:]),
+        ("valid", ordered[:50]),
+        ("test", ordered[50:100]),
+    ):
+        (folder / f"{split}.txt").write_text("\n".join(part) + "\n")
+    tags = [f"place:{k}\ttag {k % 7}\t0.{k % 3 + 1}" for k in range(60)]
+    (folder / "features.tsv").write_text("\n".join(tags) + "\n")
+
+
+def work(name: str, folder: Path, graph: str, attempt: int) -> None:
+    """Train one case; the killed ones end by SIGKILL in their first attempt."""
+    import kge_torchrec
+
+    _, _, epochs, changes = RUNS[name]
+    config = {**SHARED, "data.path": graph, "train.epochs": epochs, **changes,
+              "run.dir": str(folder / "run")}  # fmt: skip
+    if config.get("data.features") == "FEATURES":
+        config["data.features"] = f"{graph}/features.tsv"
+    if config.get("negatives.regime", "").endswith("vsall"):
+        del config["negatives.count"]  # refused, because it has no effect there
+    losses: list[Any] = []
+
+    def listen(kind: str, values: dict[str, Any]) -> None:
+        if kind != "checkpoint":  # earlier commits call for fewer kinds
+            losses.append(values.get("loss"))
+        if name.startswith("killed") and attempt == 1 and kind == "step" and len(losses) > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if attempt == 2:
+        run = kge_torchrec.resume(folder / "run", {}, [listen])
     else:
-        yield from ((name, graph or "countries", 1) for name, (graph, *_) in TIMED.items())
+        run = kge_torchrec.train(config, [listen])
+    for number, triples in enumerate([NEW, NEWER][: 2 * ("twice" in name) or name == "extended"]):
+        earlier, output = run.path, folder / f"extended-{number}"
+        run.close()
+        run = kge_torchrec.extend(earlier, {"train": triples}, output, epochs=2,
+                                  callbacks=[listen])  # fmt: skip
+    save_run(run, folder, losses)
+    run.close()
 
 
-def child(
-    tree: Path, part: str, name: str, folder: Path, graph: str, ranks: int, attempt: int
-) -> str:
-    """Run one entry in new processes; return what it printed if it failed."""
-    command = [sys.executable]
+def save_run(run: Any, folder: Path, losses: list[Any]) -> None:
+    """Write parameters by label and the figures of a run."""
+    order = np.argsort(np.array(run.entity_labels.array.to_pylist()))
+    rows = run.entities[: len(order)]
+    arrays = {"entities": rows[order]}
+    if len(run.entities) > len(order):
+        arrays["features"] = run.entities[len(order) :]
+    for key, tensor in run.model.scorer.state_dict().items():
+        arrays[f"scorer.{key}"] = tensor.float().numpy()
+    if os.environ.get("RANK", "0") == "0":
+        np.savez(folder / "parameters.npz", **arrays)
+        hashes = {
+            key: hashlib.md5(np.ascontiguousarray(value).tobytes()).hexdigest()
+            for key, value in arrays.items()
+        }
+        outcome = {"losses": losses, "test": run.results["test"], "hashes": hashes}
+        (folder / "result.json").write_text(json.dumps(outcome, default=str))
+
+
+# Both commits
+
+
+def child(tree: Path, name: str, folder: Path, graph: str, attempt: int) -> str:
+    """Run a training in new processes; return what it printed if it failed."""
+    command, ranks = [sys.executable], RUNS[name][1]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(CASES), part, name, str(folder), graph, str(attempt)]
-    threads = {} if part == "speed" else {"OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, "PYTHONPATH": str(tree), **threads}
+    command += [__file__, "--worker", name, str(folder), graph, str(attempt)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     said = (done.stdout + done.stderr)[-3000:]
     return "" if done.returncode == 0 else f"exit code {done.returncode}\n{said}"
 
 
-def result(tree: Path, part: str, name: str, work: Path, graph: str, ranks: int) -> Any:
-    """Return the outcome of an entry, from the folder if it is there already."""
-    folder = work / part / name.replace("/", "-")
+def result(tree: Path, name: str, results: Path, graph: str) -> Any:
+    """Return the outcome of a training, from the folder if it is there already."""
+    folder = results / name
     file = folder / "result.json"
     if not file.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        if name.startswith("killed"):
-            if not child(tree, part, name, folder, graph, ranks, 1):
-                return {"failed": "the run was not killed"}
-            trouble = child(tree, part, name, folder, graph, ranks, 2)
-        else:
-            trouble = child(tree, part, name, folder, graph, ranks, 0)
-        if trouble:
+        is_killed = name.startswith("killed")
+        if is_killed and not child(tree, name, folder, graph, 1):
+            return {"failed": "the run was not killed"}
+        if trouble := child(tree, name, folder, graph, 2 * is_killed):
             return {"failed": trouble}
-        for left in ("run", "store", "extended-0", "extended-1"):
+        for left in ("run", "extended-0", "extended-1"):
             shutil.rmtree(folder / left, ignore_errors=True)
     return json.loads(file.read_text())
 
@@ -101,7 +220,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def difference(part: str, name: str, works: list[Path], outcomes: list[Any]) -> str:
+def difference(name: str, works: list[Path], outcomes: list[Any]) -> str:
     """Return in words how the second outcome differs from the first; "" if not at all."""
     for outcome, which in zip(outcomes, ("first", "second"), strict=True):
         if "failed" in outcome:
@@ -111,8 +230,8 @@ def difference(part: str, name: str, works: list[Path], outcomes: list[Any]) -> 
     changed = [path for path in first if path in second and first[path] != second[path]]
     words = [f"{len(paths)} values {how}: {', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
              for paths, how in ((gone, "gone"), (new, "new")) if paths]  # fmt: skip
-    if part == "runs" and any(path.startswith("hashes") for path in changed):
-        files = [np.load(work / part / name / "parameters.npz") for work in works]
+    if any(path.startswith("hashes") for path in changed):
+        files = [np.load(work / name / "parameters.npz") for work in works]
         for key in files[0].files:
             if key in files[1].files and files[0][key].shape == files[1][key].shape:
                 apart = np.abs(files[0][key] - files[1][key]).max(initial=0)
@@ -123,57 +242,6 @@ def difference(part: str, name: str, works: list[Path], outcomes: list[Any]) -> 
     if len(changed) > 12:
         words.append(f"{len(changed)} values changed in all")
     return "; ".join(words)
-
-
-def compare(part: str, trees: list[Path], works: list[Path], args: argparse.Namespace) -> int:
-    """Compare the entries of a part; return the number that differ."""
-    differing = total = 0
-    for name, graph, ranks in names_of(part):
-        if args.names and name not in args.names:
-            continue
-        try:
-            path = graph_of(graph, args.graphs, args.folder)
-        except Missing as missing:
-            print(f"{part} {name}: skipped: {missing}", flush=True)
-            continue
-        sides = zip(trees, works, strict=True)
-        outcomes = [result(tree, part, name, work, path, ranks) for tree, work in sides]
-        words = difference(part, name, works, outcomes)
-        total += 1
-        differing += bool(words)
-        print(f"{part} {name}: {words or 'the same'}", flush=True)
-    print(f"{part}: {total - differing} of {total} the same", flush=True)
-    return differing
-
-
-def time_both(trees: list[Path], works: list[Path], args: argparse.Namespace) -> int:
-    """Print the speed of both commits, alternating: medians and their ratio."""
-    for name, (graph, _, _, rounds) in TIMED.items():
-        if args.names and name not in args.names:
-            continue
-        try:
-            path = graph_of(graph or "countries", args.graphs, args.folder)
-        except Missing as missing:
-            print(f"speed {name}: skipped: {missing}", flush=True)
-            continue
-        figures: list[list[dict[str, float]]] = [[], []]
-        for turn in range(rounds + 1):  # the first round compiles and is not counted
-            for k in (0, 1) if turn % 2 else (1, 0):
-                shutil.rmtree(works[k] / "speed" / name, ignore_errors=True)
-                outcome = result(trees[k], "speed", name, works[k], path, 1)
-                if "failed" in outcome:
-                    print(f"speed {name}: FAILED: {outcome['failed']}", flush=True)
-                    return 1
-                if turn:
-                    figures[k].append(outcome)
-        for unit in figures[0][0]:
-            before, now = ([f[unit] for f in side] for side in figures)
-            ratio = statistics.median(now) / statistics.median(before)
-            shown = [
-                f"{statistics.median(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in (before, now)
-            ]
-            print(f"speed {name} {unit}: {shown[0]} -> {shown[1]}, ratio {ratio:.3f}", flush=True)
-    return 0
 
 
 def checkout(commit: str, folder: Path) -> tuple[Path, Path]:
@@ -195,22 +263,30 @@ def checkout(commit: str, folder: Path) -> tuple[Path, Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commits", nargs=2, help="the commit to compare with, and the other one")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
-    parser.add_argument("--names", nargs="+", help="only these entries of the parts")
-    whole = {"type": lambda text: Path(text).resolve()}
-    parser.add_argument("--folder", default=ROOT / "runs" / "golden", **whole,
-                        help="work and results (default: runs/golden)")  # fmt: skip
-    parser.add_argument("--graphs", default=ROOT.parent / "shared" / "data", **whole)
-    args = parser.parse_args()
-    trees, works = map(list, zip(*(checkout(c, args.folder) for c in args.commits), strict=True))
+    parser.add_argument("--names", nargs="+", choices=RUNS, default=RUNS, metavar="NAME")
+    parser.add_argument(
+        "--folder", type=lambda text: Path(text).resolve(), default=ROOT / "runs/golden"
+    )
+    options = parser.parse_args()
+    places = options.folder / "places"
+    if not places.exists():
+        places.mkdir(parents=True)
+        make_places(places)
+    pairs = [checkout(commit, options.folder) for commit in options.commits]
     differing = 0
-    for part in args.only:
-        if part == "speed":
-            differing += time_both(trees, works, args)
-        else:
-            differing += compare(part, trees, works, args)
-    return 1 if differing else 0
+    for name in options.names:
+        graph = str(places) if RUNS[name][0] == "places" else "countries"
+        outcomes = [result(tree, name, results, graph) for tree, results in pairs]
+        words = difference(name, [results for _, results in pairs], outcomes)
+        differing += bool(words)
+        print(f"{name}: {words or 'the same'}", flush=True)
+    print(f"{len(options.names) - differing} of {len(options.names)} the same")
+    return int(differing > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--worker"]:
+        name, folder, graph, attempt = sys.argv[2:]
+        work(name, Path(folder), graph, int(attempt))
+    else:
+        sys.exit(main())

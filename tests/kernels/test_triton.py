@@ -34,7 +34,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("Triton has neither a GPU nor its interpreter", allow_module_level=True)
-# On a GPU these tests belong to make gpu, which check_gpu.py runs.
+# On a GPU these tests belong to make gpu.
 pytestmark = (
     pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.filterwarnings("ignore::RuntimeWarning")
 )
@@ -274,7 +274,7 @@ def sparse_file(tmp_path, monkeypatch):
     return make
 
 
-no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="scripts/check_gpu.py does it there")
+no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu does it there")
 FAR = 3 << 29  # two rows of it have more than 2^31 elements
 
 

@@ -332,7 +332,7 @@ def test_non_finite_loss_ends_training(tmp_path):
 def copies(monkeypatch):
     """Record for each copy from the host to the meta device whether it was pinned and waited for.
 
-    The meta device stands for a GPU; scripts/check_gpu.py checks the copies of a real one.
+    The meta device stands for a GPU; tests/gpu waits for nothing on a real one.
     """
     pinned, copied = set(), []
 
