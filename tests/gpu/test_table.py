@@ -20,8 +20,7 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
 from kge_torchrec.embeddings.shard import EntityTable
-from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
-from kge_torchrec.embeddings.torchrec.feature import LOOKUP_BAGS
+from kge_torchrec.embeddings.torchrec.collection import LOOKUP_BAGS, entity_collection, table_of
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_rows
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.kernels import comparisons, operators
