@@ -69,6 +69,8 @@ def test_facts_are_marked_and_left_out(run):
     assert rest == answers.keys() - {"e3", "e9"}
     heads = {one.label for one in run.predict(None, "r2", "new", 40, False, FACTS)}
     assert "e7" not in heads and len(heads) == 36
+    others = run.predict("also", "r0", k=40, facts=FACTS + OTHERS)  # not those of "new"
+    assert {one.label for one in others if one.known == "facts"} == {"e3"}
     between = run.predict("new", None, "e5", facts=FACTS)
     assert {one.label: one.known for one in between} == {"r0": None, "r1": "facts", "r2": None}
 

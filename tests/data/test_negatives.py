@@ -6,8 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.negatives import Chunks, DegreeSampler, UniformSampler, random_numbers
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.negatives import (
+    Chunks,
+    DegreeSampler,
+    FilteredSampler,
+    UniformSampler,
+    random_numbers,
+)
 from kge_torchrec.data.sort import chunks, value_counts
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 
 
 def sampled(sampler, count=1, chunks=range(1), seed=0, place=(0, 0, "head")):
@@ -98,6 +106,17 @@ def test_values_are_counted_in_chunks(values, chunk):
         results = value_counts(chunks(values))
     for part, expected in zip(results, np.unique(values, return_counts=True), strict=True):
         np.testing.assert_array_equal(part, expected)
+
+
+def test_filter_leaves_out_facts_and_what_another_sampler_leaves_out():
+    facts, nobody = np.array([[0, 0, 1], [0, 0, 2], [3, 0, 4]]), np.zeros((0, 3), np.int64)
+    index = [{side: build_side(side, rows, 6, 1) for side in SIDES} for rows in (facts, nobody)]
+    others = UniformSampler(6)
+    others.excluded = lambda chunks, triples, candidates: (candidates == 5).expand(len(triples), -1)
+    chunks, candidates = Chunks("tail", torch.zeros(1, 6)), torch.arange(6)[None]
+    sampler = FilteredSampler(others, FilterIndex(index, 6, 1))
+    excluded = sampler.excluded(chunks, torch.from_numpy(facts[[0, 2]]), candidates)
+    assert [row.nonzero().flatten().tolist() for row in excluded] == [[1, 2, 5], [4, 5]]
 
 
 def test_graph_without_triples_is_rejected():

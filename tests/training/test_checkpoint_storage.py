@@ -69,6 +69,16 @@ def test_damaged_piece_is_named(store, run, tmp_path):
         restored(store, tmp_path / "copy")
 
 
+def test_changed_number_in_the_manifest_is_noticed(store, run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    (file,) = (tmp_path / "copy" / "checkpoints").glob("*/manifest.json")
+    manifest = json.loads(file.read_text())
+    manifest["progress"]["epoch"] += 1
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        restored(store, tmp_path / "copy")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -34,7 +34,7 @@ def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
     """Checks two ranks."""
     folder = tmp_path_factory.mktemp("dropout")
     store = tiny_store(folder / "store", train=32 * STEPS).path
-    changes = {"model__dropout__hidden": 0.5, "train__epochs": 1}
+    changes = {"model__dropout__hidden": 0.5, "train__epochs": 2}
     configs = [config_of(store, folder / r, negatives__regime=r, **changes) for r in REGIMES]
     return run_world(2, rank_drops, configs)
 
@@ -42,11 +42,11 @@ def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
 @pytest.mark.parametrize("regime", ["sampled", "kvssample"])
 def test_steps_ranks_and_sides_drop_different_elements(masks, regime):
     drawn = [mask for rank in masks for mask in rank[regime]]
-    assert len(drawn) >= 2 * 2 * STEPS  # ranks, sides
+    assert len(drawn) >= 2 * 2 * 2 * STEPS  # epochs, ranks, sides
     assert len(set(drawn)) == len(drawn)
 
 
 def test_full_candidates_drop_alike_on_ranks_but_not_on_steps(masks):
     one, other = (rank["1vsall"] for rank in masks)
     assert one == other
-    assert len(set(one)) == len(one) == STEPS
+    assert len(set(one)) == len(one) == 2 * STEPS

@@ -135,6 +135,7 @@ RUNS = {
     "FBGEMM in parts": ("plain", {"train__accumulation": 3, "train__clip__norm": 0.03,
                                   "train__optimizer": "rowwise_adagrad"}),
     "norm": ("plain", {**SGD, "train__clip__norm": 0.05}),
+    "norm that no gradient has": ("small", {**SGD, "train__clip__norm": 1000.0}),
     "value": ("plain", {"train__clip__value": 0.004, "train__optimizer": "rowwise_adagrad",
                         "train__accumulation": 3, "entities__engine": "handrolled"}),
     "1vsall in parts": ("small", {**FULL, **SGD, "train__accumulation": 3,
