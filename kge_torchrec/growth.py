@@ -21,7 +21,6 @@ from kge_torchrec.config.keys import (
     check_effects,
     check_resume,
     declared,
-    key_of,
 )
 from kge_torchrec.config.model import INITIAL, Vectors
 from kge_torchrec.config.parser import Overrides, config_from_dict
@@ -169,7 +168,7 @@ def _config_of(
     changed = config_from_dict(values, overrides)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
-    initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
+    initial = [name for name, item in declared(Config).items() if item.resume is INITIAL]
     check_resume(config, changed, folder.path, allowed=initial)  # new rows need initial values
     check_effects(changed, Facts(extended=True), changed_keys(config, changed))
     return changed

@@ -19,7 +19,7 @@ from kge_torchrec.answers.files import read_triples
 from kge_torchrec.answers.queries import FEW, Link, new_links
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
-from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.keys import parse_options
 from kge_torchrec.config.registry import import_modules
 from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data import SPLITS

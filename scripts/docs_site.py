@@ -25,11 +25,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 def generated(mark: re.Match[str]) -> str:
     """Return the part that a mark names."""
-    from kge_torchrec.commands.parts import options_table
     from kge_torchrec.config.describe import keys_tables
 
-    if mark[1] == "options":
-        return f"## Options\n\n{options_table('scorer')}"
     return {"keys": keys_tables, "names": public_names}[mark[1]]()
 
 

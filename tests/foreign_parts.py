@@ -19,13 +19,10 @@ class Momentum(RowOptimizer):
 
     @dataclass(frozen=True)
     class Options:
-        """The momentum.
-
-        Args:
-            keep: Share of it that stays from one step to the next.
-        """
+        """The momentum."""
 
         keep: float = 0.5
+        """Share of it that stays from one step to the next."""
 
     states = (State("velocity"),)
 

@@ -17,8 +17,7 @@ from key_effects import Effects, changed, make_graphs, restored
 from training_runs import quiet
 
 from kge_torchrec.config import Config, all_keys
-from kge_torchrec.config.describe import options_help
-from kge_torchrec.config.keys import declared, key_of
+from kge_torchrec.config.keys import declared
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.distributed.processes import processes
 
@@ -311,9 +310,9 @@ def test_table_has_every_key():
     """If a key is missing here, see the head of this file."""
     keys = set(all_keys())
     for key, item in declared(Config).items():
-        part = key_of(item).part
+        part = item.part
         names = () if part is None else KINDS[part.kind].ours
-        options = {f"{key}.{o.name}" for x in names for o in options_help(resolve(part.kind, x))}
+        options = {f"{key}.{o}" for x in names for o in declared(resolve(part.kind, x).Options)}
         # a case takes the options of a part from outside as a whole
         keys = (keys - {key}) | options if options else keys
     there = {case.key for case in CASES} - {"train.optimizer_options"}

@@ -20,7 +20,7 @@ from training_runs import config_of, random_triples, tiny_store
 from kge_torchrec import api, cli
 from kge_torchrec.cli import VERBS, parser_of
 from kge_torchrec.config import Config, all_keys
-from kge_torchrec.config.keys import declared, default_of
+from kge_torchrec.config.keys import declared
 from kge_torchrec.config.registry import KINDS
 from kge_torchrec.errors import KGEError
 
@@ -103,7 +103,7 @@ def outcome(words: list[str]) -> tuple[str, str]:
 
 def likely(draw: random.Random, key: str) -> Any:
     """Return a value of the kind that a key has."""
-    default = default_of(declared(Config)[key])
+    default = declared(Config)[key].default
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float) or default is None:

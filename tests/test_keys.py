@@ -15,7 +15,7 @@ from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, all_keys
+from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError
 from kge_torchrec.config.describe import help_of
 from kge_torchrec.config.keys import (
     Facts,
@@ -23,10 +23,9 @@ from kge_torchrec.config.keys import (
     check_effects,
     check_resume,
     declared,
-    default_of,
+    parse_options,
     without_effect,
 )
-from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.data.prepare import prepare
 
@@ -64,9 +63,9 @@ def _with(key: str, value: Any, others: dict[str, Any] | Facts) -> tuple[Config,
 
 
 def test_keys_have_a_help_and_an_effect_at_their_defaults():
-    assert all(help_of(Config, key).endswith(".") for key in all_keys())
+    assert all(help_of(key).endswith(".") for key in declared(Config).values())
     assert without_effect(Config(), Facts(False, False, True)) == {}
-    assert {default_of(declared(Config)[key]) for key in RESOLVED_KEYS} == {None}
+    assert {declared(Config)[key].default for key in RESOLVED_KEYS} == {None}
 
 
 def test_missing_facts_reject_no_keys():

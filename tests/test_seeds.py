@@ -19,7 +19,6 @@ from worlds import run_world
 from kge_torchrec import SeedRuns, train_seeds
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import words_of
 from kge_torchrec.distributed.processes import on_first_rank, processes
 from kge_torchrec.seeds import list_spread, paired_test, parse_seeds, spread, two_sided_p
 from kge_torchrec.training.stop_signal import TrainingStopped
@@ -219,7 +218,8 @@ def command(folder: Path, seeds: str) -> list[str]:
     """A process that trains seeds of 30 epochs."""
     config = {key: value for key, value in QUICK.items() if not key.startswith("evaluation.")}
     config |= {"evaluation.every": 5, "train.epochs": 30, "run.dir": str(folder)}
-    return [sys.executable, "-m", "kge_torchrec", "train", *words_of(config), "--seeds", seeds]
+    words = [f"--{key}={value}" for key, value in config.items()]
+    return [sys.executable, "-m", "kge_torchrec", "train", *words, "--seeds", seeds]
 
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}

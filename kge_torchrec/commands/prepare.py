@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from kge_torchrec.commands import Settings, Table, Threads
-from kge_torchrec.config import ConfigError, all_keys
-
-if TYPE_CHECKING:
-    from kge_torchrec.config import DataConfig
+from kge_torchrec.config.parser import data_config
 
 
 def prepare(
@@ -48,7 +45,7 @@ def prepare(
     store = write_store(
         sources[0] if len(sources) == 1 else sources,
         output,
-        _data(settings),
+        data_config(settings),
         seed=seed,
         memory=memory,
         overwrite=overwrite,
@@ -89,7 +86,7 @@ def data(
     from kge_torchrec.reports.data_check import check_data, text
 
     source = data[0] if len(data) == 1 else data
-    stats = check_data(source, output, threshold, _data(settings), seed=seed)
+    stats = check_data(source, output, threshold, data_config(settings), seed=seed)
     print(json.dumps(stats) if format == "json" else text(stats))
     return 0
 
@@ -104,19 +101,3 @@ def _limit_threads(threads: int | None) -> None:
 
     pyarrow.set_cpu_count(threads)
     streams.WORKERS = min(streams.WORKERS, threads)
-
-
-def _data(settings: Settings) -> DataConfig:
-    """Return the section ``data`` with settings, whose keys may lack "data."."""
-    from kge_torchrec.config.parser import config_from_dict
-
-    words = []
-    for word in settings:
-        key, equals, value = word.removeprefix("--").partition("=")
-        name = f"data.{key.removeprefix('data.')}"
-        if key in all_keys() and name != key:
-            raise ConfigError(f"{key}: only keys of data say how triples are read and split")
-        if name == "data.path":
-            raise ConfigError("data.path: the triples are named without a key; leave it out")
-        words.append(f"--{name}{equals}{value}")
-    return config_from_dict({}, words).data

@@ -23,7 +23,6 @@ from kge_torchrec.config.keys import (
     declared,
     fixed,
     key,
-    resolved_keys,
 )
 from kge_torchrec.config.model import SCORER_NAMES, DenseConfig, LossConfig, ModelConfig
 from kge_torchrec.config.registry import is_built_in
@@ -211,7 +210,7 @@ class Config(Section):
         path.write_text(self.to_yaml(), encoding="utf-8")
 
 
-RESOLVED_KEYS = resolved_keys(Config)
+RESOLVED_KEYS = tuple(name for name, item in declared(Config).items() if item.is_chosen)
 
 
 def all_keys() -> list[str]:

@@ -33,7 +33,7 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise ConfigError unless a value is one of the choices."""
     if value in choices:
         return
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")
 

@@ -1,23 +1,25 @@
-"""Describe the keys of the config: help for a terminal, a page, and a JSON schema for editors."""
+"""Describe the keys of the config and the parts that it names.
+
+For a terminal, for a page, and as a JSON schema for editors.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import inspect
-import re
 import sys
 import textwrap
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import Part, declared, default_of, group_of, key_of, owner_of
-from kge_torchrec.config.options import as_yaml, checks_of, hints, in_words, members, settings_of
+from kge_torchrec.config.keys import Key, Part, declared, group_of
+from kge_torchrec.config.options import as_yaml, checks_of, in_words, members
 from kge_torchrec.config.registry import KINDS, resolve
 
 _COLUMNS = """\
@@ -25,73 +27,92 @@ _COLUMNS = """\
 |---|---|---|---|---|"""
 
 
-def _sections() -> dict[str, dict[str, Field[Any]]]:
-    """Return the keys of each section; those without one are "the rest"."""
-    sections: dict[str, dict[str, Field[Any]]] = {}
-    for name, item in declared(Config).items():
-        section = name.partition(".")[0] if "." in name else "the rest"
-        sections.setdefault(section, {})[name] = item
-    return sections
-
-
 def keys_help(first: str = "") -> str:
     """Return the help of keys for a terminal: of all, or of those that begin with ``first``."""
-    lines = []
-    for section, keys in _sections().items():
-        if not first:
-            lines.append(f"{section}:")
-        for name, item in keys.items():
-            if name.startswith(first) and (not first or name != "data.path"):
-                owner, own = owner_of(Config, name)
-                kind, default = in_words(hints(owner)[own]), as_yaml(default_of(item))
-                lines.append(f"  --{name} VALUE ({kind}, default {default or 'empty'})")
-                lines += textwrap.wrap(
-                    help_of(Config, name), 98, initial_indent=" " * 8, subsequent_indent=" " * 8
-                )
+    lines: list[str] = []
+    for section, keys in _sections():
+        lines += [] if first else [f"{section}:"]
+        for key in keys:
+            if key.name.startswith(first) and (not first or key.name != "data.path"):
+                lines += _entry(key.name, key)
+    return "\n".join(lines)
+
+
+def parts_help(kind: str, name: str | None = None) -> str:
+    """Describe every part of a kind, or one part by name or import path, for a terminal.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    named = KINDS[kind].key
+    holders = [key.name for key in declared(Config).values() if key.part and key.part.kind == kind]
+    lines = [f"{named}: one of these, or package.module:Class", ""]
+    for part in KINDS[kind].ours if name is None else [name]:
+        cls = resolve(kind, part)
+        first_sentence = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+        lines += [part, *_wrapped(getattr(cls, "formula", "") or first_sentence, 4)]
+        for option, key in declared(cls.Options).items():
+            lines += _entry(f"{holders[0] if holders else f'{named}.{part}'}.{option}", key)
+        lines.append("")
     return "\n".join(lines)
 
 
 def keys_tables() -> str:
     """Return a table of keys for each section, in Markdown."""
     parts = []
-    for section, keys in _sections().items():
+    for section, keys in _sections():
         parts += [f"## {section}\n", _COLUMNS]
-        for name, item in keys.items():
-            rules = key_of(item)
-            parts.append(_row(name, item, help_of(Config, name), rules.resume.answer))
-            for option, text, owners in _options_of(rules.part).values():
-                text = f"{', '.join(owners)}: {text}"
-                parts.append(_row(f"{name}.{option.name}", option, text, rules.resume.answer))
+        for key in keys:
+            parts.append(_row(key.name, key, help_of(key), key.resume.answer))
+            parts += _rows_of_options(key)
         parts[-1] += "\n"
     return "\n".join(parts).rstrip()
 
 
-def _row(name: str, item: Field[Any], text: str, resume: str) -> str:
-    acts = "; ".join(condition.words for condition in key_of(item).acts)
-    default = as_yaml(default_of(item)) or "''"
-    cells = (f"`{name}`", f"`{default}`", text, acts, resume)
+def _sections() -> Iterator[tuple[str, Iterator[Key]]]:
+    """Return the keys of each section; those without one are "the rest"."""
+    return groupby(
+        declared(Config).values(),
+        lambda key: key.name.partition(".")[0] if "." in key.name else "the rest",
+    )
+
+
+def _rows_of_options(holder: Key) -> Iterator[str]:
+    """Yield a row of the table for each option that a key may hold; equal ones share a row."""
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    options: dict[tuple[str, str, str], Key] = {}
+    for part in KINDS[holder.part.kind].ours if holder.part is not None else ():
+        for name, key in declared(resolve(holder.part.kind, part).Options).items():  # type: ignore[union-attr]
+            same = name, help_of(key), as_yaml(key.default)
+            owners.setdefault(same, []).append(part)
+            options.setdefault(same, key)
+    for (name, text, _), key in options.items():
+        said = f"{', '.join(owners[name, text, _])}: {text}"
+        yield _row(f"{holder.name}.{name}", key, said, holder.resume.answer)
+
+
+def _entry(name: str, key: Key) -> list[str]:
+    default = "none, must be set" if key.default is MISSING else as_yaml(key.default) or "empty"
+    head = f"  --{name} VALUE ({in_words(key.type)}, default {default})"
+    return [head, *_wrapped(help_of(key), 8)]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    blanks = " " * indent
+    return textwrap.wrap(text, 98, initial_indent=blanks, subsequent_indent=blanks)
+
+
+def _row(name: str, key: Key, text: str, resume: str) -> str:
+    acts = "; ".join(condition.words for condition in key.acts)
+    cells = (f"`{name}`", f"`{as_yaml(key.default) or repr('')}`", text, acts, resume)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _options_of(part: Part | None) -> Mapping[str, tuple[Field[Any], str, list[str]]]:
-    """Return the options of parts that have a text below, and the parts that have them."""
-    rows: dict[str, tuple[Field[Any], str, list[str]]] = {}
-    for name in KINDS[part.kind].ours if part is not None else ():
-        settings = settings_of(resolve(part.kind, name))  # type: ignore[union-attr]
-        for item in fields(settings):
-            if item.name in texts_below(settings):
-                text = texts_below(settings)[item.name]
-                rows.setdefault(item.name, (item, text, []))[2].append(name)
-    return rows
-
-
-@cache
-def texts_below(cls: Any) -> dict[str, str]:
-    """Return {field: the text below it} of a dataclass and its bases."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        texts |= _texts_in(base.__module__).get(base.__qualname__, {})
-    return texts
+def help_of(key: Key) -> str:
+    """Return the text below the field of a key, in its class or a base of it."""
+    own = key.name.rpartition(".")[2]
+    texts = (_texts_in(base.__module__).get(base.__qualname__, {}) for base in key.owner.__mro__)
+    return next((found[own] for found in texts if own in found), "")
 
 
 @cache
@@ -114,45 +135,10 @@ def _texts_in(module: str) -> dict[str, dict[str, str]]:
     return texts
 
 
-def help_of(cls: Any, name: str) -> str:
-    """Return the help of a dotted key."""
-    owner, own = owner_of(cls, name)
-    return texts_below(owner).get(own, "")
-
-
-class Option(NamedTuple):
-    """One field of an Options class, for people."""
-
-    name: str
-    kind: str  # "integer", "number or null", ...
-    default: str  # as a config has it
-    help: str
-
-
-def options_help(owner: Any) -> list[Option]:
-    """Return the options of a class, with the help of their keys or of the docstring."""
-    settings = settings_of(owner)
-    said = _arguments_in(settings.__doc__ or "") | texts_below(settings)
-    options = []
-    for item in fields(settings):
-        kind = re.sub(r"\ban? ", "", in_words(hints(settings)[item.name]))
-        has_none = item.default is item.default_factory is MISSING
-        default = "none, must be set" if has_none else as_yaml(default_of(item))
-        options.append(Option(item.name, kind, default, said.get(item.name, "")))
-    return options
-
-
-def _arguments_in(docstring: str) -> dict[str, str]:
-    """Return {name: text} of the section Args of a docstring in Google's style."""
-    _, _, arguments = inspect.cleandoc(docstring).partition("\nArgs:\n")
-    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
-    return {entry[1]: " ".join(entry[2].split()) for entry in found}
-
-
 # The JSON schema: editors complete and check a config file by it
 
-_NAMES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
-_TYPES = {list: "array", tuple: "array", dict: "object"}
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null",
+          list: "array", tuple: "array", dict: "object"}  # fmt: skip
 _DOTTED: dict[str, Any] = {r"^\w+(\.\w+)+$": {}}  # train.lr is the same as lr within train
 _BY_KEY = {of.key: kind for kind, of in KINDS.items()}
 
@@ -160,47 +146,44 @@ _BY_KEY = {of.key: kind for kind, of in KINDS.items()}
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file; the options of a part depend on its name."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "kge_torchrec config"}
-    return schema | _schema_of(Config, "")
+    return {**schema, **_schema_of(Config, ""), "patternProperties": _DOTTED}
 
 
 def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
     """Return the schema of a group of keys, or of the options of a part."""
     properties: dict[str, Any] = {}
     depends: list[Any] = []
-    said = {option.name: option.help for option in options_help(cls)}
     for item in fields(cls):
         name, group = f"{prefix}{item.name}", group_of(item)
         if group is not None:
             title = (group.__doc__ or "").partition("\n")[0]
             properties[item.name] = {"description": title, **_schema_of(group, f"{name}.")}
             continue
-        own = _type_schema(hints(cls)[item.name]) | {"description": said[item.name]}
+        key = declared(cls)[item.name]
+        own = _type_schema(key.type) | {"description": help_of(key)}
         if item.default is not MISSING:
             own["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
-        if (part := key_of(item).part) is not None:
-            depends += _options_by_name(item.name, part, cls)
+        if key.part is not None:
+            depends += _options_by_name(item.name, key.part, cls)
         kind = _BY_KEY.get(name)
         if kind is not None and own.get("type") == "object":  # a weight or options for each name
             number = {"type": "number"}
             own["properties"] = {
-                part: {"anyOf": [number, _schema_of(settings_of(resolve(kind, part)), "")]}
+                part: {"anyOf": [number, _schema_of(resolve(kind, part).Options, "")]}
                 for part in KINDS[kind].ours
             }
         elif kind is not None:  # complete names, and accept import paths
             own["anyOf"] = [{"enum": list(KINDS[kind].ours)}, {"type": own.pop("type")}]
         properties[item.name] = own
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    if depends:
-        schema["allOf"] = depends
-    return schema | ({"patternProperties": _DOTTED} if cls is Config else {})
+    return schema | ({"allOf": depends} if depends else {})
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
     for kind in members(hint):
         if get_origin(kind) is Literal:
             return {"enum": [*get_args(kind), *[None] * (NoneType in members(hint))]}
-    kinds = [get_origin(kind) or kind for kind in members(hint)]
-    names = [(_NAMES | _TYPES).get(kind) for kind in kinds]
+    names = [_TYPES.get(get_origin(kind) or kind) for kind in members(hint)]
     if not all(names):
         return {}
     schema: dict[str, Any] = {"type": names[0] if len(names) == 1 else names}
@@ -215,15 +198,15 @@ def _options_by_name(key: str, part: Part, cls: Any) -> list[Any]:
     """Return conditions: where a part is named, or the default, the key has its options."""
     names: dict[Any, list[str]] = {}
     for name in KINDS[part.kind].ours:
-        names.setdefault(settings_of(resolve(part.kind, name)), []).append(name)
-    default = default_of(cls.__dataclass_fields__[part.field])
+        names.setdefault(resolve(part.kind, name).Options, []).append(name)
+    default = declared(cls)[part.field].default
     return [
         {
             "if": {
                 "properties": {part.field: {"enum": owners}},
                 **({} if default in owners else {"required": [part.field]}),
             },
-            "then": {"properties": {key: _schema_of(settings, "")}},
+            "then": {"properties": {key: _schema_of(options, "")}},
         }
-        for settings, owners in names.items()
+        for options, owners in names.items()
     ]

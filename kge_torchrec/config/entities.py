@@ -13,8 +13,8 @@ from kge_torchrec.config.checks import (
     PositiveInt,
     least,
 )
-from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with
-from kge_torchrec.config.options import checked_type, parse_options
+from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with, parse_options
+from kge_torchrec.config.options import checked_type
 from kge_torchrec.config.registry import part_name, resolve
 from kge_torchrec.config.sizing import SCALES, Distribution, rate_of
 

@@ -6,7 +6,7 @@
 The field is the only place where a key is described: its type has the range, and the string below
 it, in triple quotes, is the help of ``train --help``, of the docs and of editors. ``key`` adds when
 it has an effect (``check_effects`` refuses a value without) and whether it may change when a run
-resumes (``check_resume``). ``Section`` checks values.
+resumes (``check_resume``). ``Section`` checks values, and ``declared`` returns the keys of a class.
 
 A field whose default is made by a dataclass is a group of keys, such as ``model.dropout``. A key
 with a ``Part`` holds the options of the class that another key names, such as ``model.options``.
@@ -16,21 +16,15 @@ The fields of that class's ``Options`` are declared in the same way, and the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_type_hints
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.options import (
-    as_yaml,
-    check_names,
-    checked_type,
-    hints,
-    is_nullable,
-    parse_options,
-)
+from kge_torchrec.config.options import as_yaml, checked_type, members
 from kge_torchrec.config.registry import is_built_in, resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
@@ -107,8 +101,24 @@ class Part(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What ``key`` says of a field."""
+    """A key of the config, or an option of a part.
 
+    Attributes:
+        name: The dotted key, or the name of the option.
+        owner: The dataclass with its field.
+        type: Its type, which takes null where the default is null.
+        default: The default; MISSING if a foreign option has none.
+        is_chosen: Whether ``sizing`` chooses a value for null: its declared type has no null.
+        acts: All conditions under which it has an effect.
+        resume: Whether it may change when a run resumes.
+        part: The owner of the options that it holds.
+    """
+
+    name: str
+    owner: Any
+    type: Any
+    default: Any
+    is_chosen: bool
     acts: tuple[Condition, ...] = ()
     resume: Resume = MAY_CHANGE
     part: Part | None = None
@@ -125,19 +135,15 @@ def key(
 
     Args:
         default: Its default; a type, such as dict, makes a new one for each config.
-        acts: All conditions under which the key has an effect; none: it always has.
-        resume: Whether it may change when a run resumes.
-        part: The owner of the options that it holds.
+        acts: As in ``Key``, one or several.
+        resume: As in ``Key``.
+        part: As in ``Key``.
     """
-    metadata = {"key": Key((acts,) if isinstance(acts, Condition) else acts, resume, part)}
+    conditions = (acts,) if isinstance(acts, Condition) else acts
+    metadata = {"acts": conditions, "resume": resume, "part": part}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def key_of(item: Field[Any]) -> Key:
-    """Return what ``key`` says of a field."""
-    return item.metadata.get("key", Key())
 
 
 def group_of(item: Field[Any]) -> Any:
@@ -146,18 +152,29 @@ def group_of(item: Field[Any]) -> Any:
     return made_by if hasattr(made_by, "__dataclass_fields__") else None
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of no part."""
-
-    name = "data.reader null"  # no other part may be null
+@cache
+def declared(of: Any, prefix: str = "") -> Mapping[str, Key]:
+    """Return the keys of a config class, or the options of a class ``Options``, by dotted name."""
+    keys: dict[str, Key] = {}
+    types = get_type_hints(of, include_extras=True)
+    for item in fields(of):
+        name, default, hint = prefix + item.name, item.default, types[item.name]
+        if (group := group_of(item)) is not None:
+            keys.update(declared(group, f"{name}."))
+            continue
+        if item.default_factory is not MISSING:
+            default = item.default_factory()
+        is_chosen = default is None and NoneType not in members(hint)
+        hint = hint | None if default is None else hint
+        keys[name] = Key(name, of, hint, default, is_chosen, **item.metadata)
+    return keys
 
 
 class Section:
     """Base of a group of keys: gives its values their types and checks them when it is made.
 
-    A mapping is taken for a group too, and the options of a part are those of its class. Raises
-    ConfigError for a value of a wrong type or out of range, and for an unknown option.
+    The options of a part get the types of its class. Raises ConfigError for a value of a wrong type
+    or out of range, and for an unknown option.
     """
 
     prefix = ""  # name of the section and a dot
@@ -167,58 +184,69 @@ class Section:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for item in fields(cls):
-            name, value, group = self.prefix + item.name, getattr(self, item.name), group_of(item)
-            if group is not None:
-                if isinstance(value, Mapping):
-                    check_names(group, value, name, name)
-                    value = group(**value)
-            elif value is not item.default:
-                value = checked_type(value, hints(cls)[item.name], name)
-            if (part := key_of(item).part) is not None:
-                owner = getattr(self, part.field)
+        for name, item in declared(cls).items():
+            if "." in name:  # its group has checked it
+                continue
+            value = getattr(self, name)
+            if value is not item.default:
+                value = checked_type(value, item.type, self.prefix + name)
+            object.__setattr__(self, name, value)
+            if item.part is not None:
+                owner = getattr(self, item.part.field)
                 # a foreign class may have an option without a default
-                if value or not (owner is None or is_built_in(part.kind, owner)):
-                    chosen = [option for option in value if value[option] is not None]
-                    options = self.options_in(item.name)
-                    value = {option: getattr(options, option) for option in chosen}
-            object.__setattr__(self, item.name, value)
+                if value or not (owner is None or is_built_in(item.part.kind, owner)):
+                    options = self.options_in(name)
+                    chosen = {x: getattr(options, x) for x in value if value[x] is not None}
+                    object.__setattr__(self, name, chosen)
 
     def options_in(self, name: str) -> Any:
         """Return the options of a part that a field holds, with defaults, as its ``Options``."""
-        part = key_of(self.__dataclass_fields__[name]).part  # type: ignore[attr-defined]
+        cls: Any = type(self)
+        part = declared(cls)[name].part
         assert part is not None
         named = getattr(self, part.field)
         owner = NoOptions if named is None else resolve(part.kind, named)
-        return parse_options(owner, getattr(self, name), f"{self.prefix}{name}")
+        return parse_options(owner, getattr(self, name), self.prefix + name)
 
 
-@cache
-def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
-    """Return the field of every dotted key of a config class, in order."""
-    results: dict[str, Field[Any]] = {}
-    for item in fields(of):
-        group = group_of(item)
-        if group is None:
-            results[prefix + item.name] = item
-        else:
-            results.update(declared(group, f"{prefix}{item.name}."))
-    return results
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of no part."""
+
+    name = "data.reader null"  # no other part may be null
 
 
-@cache
-def resolved_keys(cls: Any) -> tuple[str, ...]:
-    """Return the keys whose default is null and whose type has no null: ``sizing`` chooses one."""
-    nulls = (name for name, item in declared(cls).items() if item.default is None)
-    return tuple(name for name in nulls if not is_nullable(*owner_of(cls, name)))
+def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
+    """Return the options of a class with some values; null takes the default.
 
+    Args:
+        owner: The class with a dataclass ``Options``, or the dataclass itself.
+        values: {name: value}, as a config holds them.
+        key: The key that holds the values, for messages.
 
-def owner_of(cls: Any, name: str) -> tuple[Any, str]:
-    """Return the class that has the field of a dotted key, and the name of the field."""
-    *groups, own = name.split(".")
-    for group in groups:
-        cls = group_of(cls.__dataclass_fields__[group])
-    return cls, own
+    Raises:
+        ConfigError: An option is unknown, required and missing, of a wrong type or out of range.
+    """
+    options: Any = getattr(owner, "Options", owner)
+    of = getattr(owner, "name", "") or owner.__name__
+    if not hasattr(options, "__dataclass_fields__"):
+        raise ConfigError(f"{key}: {of}.Options must be a dataclass")
+    known = declared(options)
+    chosen = {name: value for name, value in values.items() if value is not None}
+    for name in sorted(chosen.keys() - known, key=str):
+        has = f"has {', '.join(known)}" if known else "has none"
+        raise ConfigError(f"{key}.{name} is no option of {of}, which {has}")
+    for name, item in known.items():
+        if name in chosen:
+            chosen[name] = checked_type(chosen[name], item.type, f"{key}.{name}")
+        elif item.default is MISSING:
+            raise ConfigError(f"{key}.{name}: {of} has no default for it; set it")
+    try:
+        return options(**chosen)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
@@ -237,9 +265,14 @@ def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **changed)
 
 
-def default_of(item: Field[Any]) -> Any:
-    """Return the default of a key."""
-    return item.default if item.default_factory is MISSING else item.default_factory()
+def settings_of(config: Config, key: Key) -> dict[str, tuple[Key, Any]]:
+    """Return {name: (key, value)} of a key, or of all options that it holds, with defaults."""
+    section, _, own = key.name.rpartition(".")
+    if key.part is None:
+        return {key.name: (key, attrgetter(key.name)(config))}
+    options = attrgetter(section)(config).options_in(own)
+    items = declared(options.__class__).items()
+    return {f"{key.name}.{x}": (item, getattr(options, x)) for x, item in items}
 
 
 def without_effect(
@@ -248,48 +281,18 @@ def without_effect(
     """Return why each key or option that was set, of these keys or of all, has no effect."""
     results: dict[str, str] = {}
     known = declared(config.__class__)
-    for key in known if keys is None else keys:
-        value = attrgetter(key)(config)
-        settings = [(key, value, known[key])]
-        options = _options(config, key) if value else None
-        for item in () if options is None else fields(options):
-            if item.name in value:
-                settings.append((f"{key}.{item.name}", getattr(options, item.name), item))
-        for name, own, item in settings:
-            failing = (x for x in key_of(item).acts if x.holds(config, facts) is False)
-            if own != default_of(item) and (condition := next(failing, None)) is not None:
-                results[name] = (
-                    f"{name} {as_yaml(own)} has no effect here: it acts only with "
-                    f"{condition.words}; change that, or leave {name} at its default, "
-                    f"{as_yaml(default_of(item))}"
+    for name in known if keys is None else keys:
+        if attrgetter(name)(config) == known[name].default:
+            continue
+        for own, (item, value) in settings_of(config, known[name]).items():
+            failing = (x for x in item.acts if x.holds(config, facts) is False)
+            if value != item.default and (condition := next(failing, None)) is not None:
+                default = as_yaml(item.default)
+                results[own] = (
+                    f"{own} {as_yaml(value)} has no effect here: it acts only with "
+                    f"{condition.words}; change that, or leave {own} at its default, {default}"
                 )
     return results
-
-
-def _options(config: Config, key: str) -> Any:
-    """Return the ``Options`` that a key holds, with their defaults; None for another key."""
-    if key_of(declared(config.__class__)[key]).part is None:
-        return None
-    section, _, name = key.rpartition(".")
-    return attrgetter(section)(config).options_in(name)
-
-
-def _complete(config: Config, key: str) -> Any:
-    """Return the value of a key; that of options includes their defaults."""
-    options = _options(config, key)
-    return attrgetter(key)(config) if options is None else asdict(options)
-
-
-def all_values(config: Config) -> dict[str, Any]:
-    """Return the value of every key, and of every option in a key, with defaults."""
-    values: dict[str, Any] = {}
-    for name in declared(config.__class__):
-        value = _complete(config, name)
-        if isinstance(value, dict):
-            values |= {f"{name}.{option}": option_value for option, option_value in value.items()}
-        else:
-            values[name] = value
-    return values
 
 
 def check_effects(
@@ -303,13 +306,23 @@ def check_effects(
         raise ConfigError(reason)
 
 
+def all_values(config: Config) -> dict[str, Any]:
+    """Return the value of every key, and of every option in a key, with defaults."""
+    values: dict[str, Any] = {}
+    for key in declared(config.__class__).values():
+        for name, (_, value) in settings_of(config, key).items():
+            inner = value if isinstance(value, dict) else None
+            values |= {name: value} if inner is None else {f"{name}.{x}": inner[x] for x in inner}
+    return values
+
+
 def changed_keys(before: Config, after: Config) -> list[str]:
     """Return the dotted keys whose values differ; an option may be left at its default."""
     return [
         name
-        for name in declared(after.__class__)
+        for name, key in declared(after.__class__).items()
         if attrgetter(name)(before) != attrgetter(name)(after)
-        and _complete(before, name) != _complete(after, name)
+        and settings_of(before, key) != settings_of(after, key)
     ]
 
 
@@ -322,7 +335,7 @@ def check_resume(
             continue
         if name == "run.dir" and Path(after.run.dir or "").resolve() == folder.resolve():
             continue
-        rule = key_of(declared(after.__class__)[name]).resume
+        rule = declared(after.__class__)[name].resume
         if rule.refuses(before, after):
             raise ConfigError(
                 f"{name} is {attrgetter(name)(before)!r} in this run and cannot change on resume; "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from kge_torchrec.config.checks import (
@@ -12,9 +13,17 @@ from kge_torchrec.config.checks import (
     PositiveInt,
     Share,
 )
-from kge_torchrec.config.keys import Part, Section, default_of, fixed, key, only_with, only_without
-from kge_torchrec.config.options import parse_options
-from kge_torchrec.config.registry import KINDS, canonical, part_name, resolve
+from kge_torchrec.config.keys import (
+    Part,
+    Section,
+    declared,
+    fixed,
+    key,
+    only_with,
+    only_without,
+    parse_options,
+)
+from kge_torchrec.config.registry import KINDS, part_name, resolve
 from kge_torchrec.config.sizing import Distribution
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
@@ -77,10 +86,9 @@ class ModelConfig(Section, prefix="model."):
     init_options: Vectors = key(Vectors)
 
     def __post_init__(self) -> None:
-        if isinstance(self.scorer, str):
-            object.__setattr__(self, "scorer", canonical(self.scorer))
         super().__post_init__()
-        if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
+        keys = declared(ModelConfig).items()
+        if any(attrgetter(name)(self) != item.default for name, item in keys):
             self._check_scorer()  # loads torch, which a help text of defaults does without
 
     def _check_scorer(self) -> None:

@@ -1,18 +1,13 @@
-"""Turn values of files and command lines into dataclasses: ``checked_type``, ``parse_options``.
-
-A part that a config names, such as a scorer, has its options in a dataclass ``Options``, which is
-the only place of their types, defaults and help texts.
-"""
+"""Turn values of files and command lines into the types of their keys: ``checked_type``."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -31,25 +26,6 @@ _NAMES = {
 }
 
 
-@cache
-def hints(cls: Any) -> dict[str, Any]:
-    """Return {field: type} of a dataclass. A field whose default is null takes null.
-
-    ``sizing`` chooses a number for such a null before anything else reads the field, so that its
-    type need not say it: ``dim: int = key(None)``.
-    """
-    types = dict(get_type_hints(cls, include_extras=True))
-    for item in fields(cls):
-        if item.default is None:
-            types[item.name] = types[item.name] | None
-    return types
-
-
-def is_nullable(cls: Any, name: str) -> bool:
-    """Return whether the type of a field says that it may be null."""
-    return NoneType in members(get_type_hints(cls, include_extras=True)[name])
-
-
 class Typed(str):
     """Text as a user typed it on a command line; the type of its key says what it means."""
 
@@ -58,11 +34,10 @@ def in_words(hint: Any) -> str:
     """Return a type in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(in_words, get_args(hint)))
-    if get_origin(hint) is Annotated:
-        return in_words(hint.__origin__)
-    return _NAMES.get(get_origin(hint) or hint, str(hint))
+    kinds = members(hint)
+    if len(kinds) > 1:
+        return " or ".join(map(in_words, kinds))
+    return _NAMES.get(get_origin(kinds[0]) or kinds[0], str(kinds[0]))
 
 
 def as_yaml(value: Any) -> str:
@@ -83,7 +58,7 @@ def checked_type(value: Any, hint: Any, key: str) -> Any:
     Raises:
         ConfigError: It has another type, or a check of the type refuses it.
     """
-    kinds, checks = members(hint), checks_of(hint)
+    kinds = members(hint)
     try:
         converted = _converted(value, kinds)
     except ConfigError as error:
@@ -91,7 +66,7 @@ def checked_type(value: Any, hint: Any, key: str) -> Any:
     except TypeError:
         pass
     else:
-        for check in checks if converted is not None else ():
+        for check in checks_of(hint) if converted is not None else ():
             check(key, converted)
         return converted
     if value is None:
@@ -134,9 +109,11 @@ def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
         if NoneType in kinds and text in ("null", "~"):
             return None
         others = tuple(kind for kind in kinds if kind not in (str, NoneType))
-        for meant in (_read(text), text) if others else ():
+        if others:
+            with contextlib.suppress(yaml.YAMLError, TypeError):
+                return _converted(parse_yaml(text), others)
             with contextlib.suppress(TypeError):
-                return _converted(meant, others)
+                return _converted(text, others)
         value = text
         kinds = tuple(kind for kind in kinds if kind is str)
     exact = [kind for kind in kinds if (get_origin(kind) or kind) is type(value)]
@@ -144,14 +121,6 @@ def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return _one_converted(value, get_origin(kind) or kind, get_args(kind))
     raise TypeError
-
-
-def _read(text: str) -> Any:
-    """Return what YAML reads, or the text where it is no YAML."""
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
@@ -165,10 +134,6 @@ def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
     if kind in (list, tuple) and isinstance(value, list | tuple):
         if not arguments:
             return kind(value)
-        if kind is tuple and Ellipsis not in arguments:
-            return tuple(
-                _converted(item, members(of)) for item, of in zip(value, arguments, strict=True)
-            )
         return kind(_converted(item, members(arguments[0])) for item in value)
     if kind is dict and isinstance(value, Mapping):
         of = members(arguments[1] if arguments else Any)
@@ -178,46 +143,3 @@ def _one_converted(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
     raise TypeError
-
-
-def settings_of(owner: Any) -> Any:
-    """Return the dataclass with the options of a class: its ``Options``, or the class itself."""
-    return getattr(owner, "Options", owner)
-
-
-def check_names(settings: Any, names: Iterable[str], key: str, of: str) -> None:
-    """Raise ConfigError for a name that is no field of the options of something."""
-    known = [item.name for item in fields(settings)]
-    for name in sorted(set(names) - set(known), key=str):
-        has = f"has {', '.join(known)}" if known else "has none"
-        raise ConfigError(f"{key}.{name} is no option of {of}, which {has}")
-
-
-def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
-    """Return the options of a class with some values; null takes the default.
-
-    Args:
-        owner: The class that owns the options.
-        values: {name: value}, as a config holds them.
-        key: The key that holds the values, for messages.
-
-    Raises:
-        ConfigError: An option is unknown, required and missing, of a wrong type or out of range.
-    """
-    settings: Any = settings_of(owner)
-    of = getattr(owner, "name", "") or owner.__name__
-    if not hasattr(settings, "__dataclass_fields__"):
-        raise ConfigError(f"{key}: {of}.Options must be a dataclass")
-    chosen = {name: value for name, value in values.items() if value is not None}
-    check_names(settings, chosen, key, of)
-    for item in fields(settings):
-        if item.name not in chosen and item.default is item.default_factory is MISSING:
-            raise ConfigError(f"{key}.{item.name}: {of} has no default for it; set it")
-    for name, value in chosen.items():
-        chosen[name] = checked_type(value, hints(settings)[name], f"{key}.{name}")
-    try:
-        return settings(**chosen)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
-from kge_torchrec.config.keys import (
-    Facts,
-    check_effects,
-    declared,
-    default_of,
-    key_of,
-    without_effect,
-)
-from kge_torchrec.config.options import Typed, as_yaml, checked_type
+from kge_torchrec.config.keys import Facts, check_effects, declared, replace_keys, without_effect
+from kge_torchrec.config.options import Typed, checked_type
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import is_raced
-from kge_torchrec.config.yaml_file import Lined, plain, read_lined
+from kge_torchrec.config.yaml_file import read_yaml
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file, a run, the name of a file in configs/, None: defaults.
@@ -44,7 +38,9 @@ class Settings:
 
     Attributes:
         values: {key: value}; a key that holds options has a dict.
-        places: {key or option: "FILE:LINE"; "" where no file has it}.
+        places: {key, group or option: "FILE:LINE"; "" where an override has it}.
+        in_file: The keys whose values, or values of options, are those of the file.
+        given: The keys whose values, or values of options, are those of overrides.
 
     Raises:
         ConfigError: The file is no YAML of keys, or a key is unknown or stands twice.
@@ -53,68 +49,47 @@ class Settings:
     def __init__(self, path: Path | None = None, overrides: Overrides = ()):
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
+        self.in_file: set[str] = set()
+        self.given: set[str] = set()
         if path is not None:
-            values = read_lined(path)
+            values, lines = read_yaml(path)
             if values is None:
                 raise ConfigError(f"{path} is empty; it should hold keys, such as 'seed: 1'")
-            if not isinstance(values, Lined):
+            if not isinstance(values, dict):
                 kind = type(values).__name__
                 raise ConfigError(f"{path} should hold 'key: value' pairs, not a {kind}")
-            self._add_values(values, "", str(path), "")
+            self.places = {name: f"{path}:{line}" for name, line in lines.items()}
+            for name, value in _flat(values):
+                try:
+                    self.in_file.add(self._set(name, value, in_file=True))
+                except ConfigError as error:
+                    raise self.placed(error, name) from None
         self.add(overrides)
 
     def add(self, overrides: Overrides) -> None:
         """Add values that win over those that are there."""
-        if isinstance(overrides, dict):
-            self._add_values(overrides, "", "", "")
-            return
-        left = list(overrides)
-        while left:
-            word, equals, text = left.pop(0).partition("=")
-            name = word.removeprefix("--")
-            if name == word or not name:
-                got = f"{word}{equals}{text}"
-                raise ConfigError(f"settings are given as --key value, got {got!r}")
-            if not equals:
-                if not left or left[0].startswith("--"):
-                    key_with(name)
-                    raise ConfigError(f"argument --{name}: expected one argument")
-                text = left.pop(0)
-            if _is_group(name) and isinstance(values := checked_type(Typed(text), Any, name), dict):
-                self._add_values(values, f"{name}.", "", "")
-            else:
-                self._set(name, Typed(text), "")
+        named = _flat(overrides) if isinstance(overrides, dict) else _of_words(overrides)
+        for name, value in named:
+            key = self._set(name, value)
+            self.given.add(key)
+            self.places = {
+                x: place for x, place in self.places.items() if not x.startswith(f"{name}.")
+            }
+            self.places[name] = ""
+            if name == key:
+                self.in_file.discard(key)
 
-    def _add_values(self, values: Mapping[Any, Any], prefix: str, file: str, place: str) -> None:
-        """Add nested or dotted values of a group, which stands at a place in a file."""
-        lines = values.lines if isinstance(values, Lined) else {}
-        for own, value in values.items():
-            name = f"{prefix}{own}"
-            where = f"{file}:{lines[str(own)]}" if str(own) in lines else place
-            if where and self.places.get(name):
-                other = self.places[name]
-                raise ConfigError(f"{where}: {name} stands here and in {other}; keep one of them")
-            if isinstance(value, Mapping) and not _holder(name) and (value or _is_group(name)):
-                self._add_values(value, f"{name}.", file, where)
-                continue
-            try:
-                self._set(name, value, where)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}" if where else str(error)) from None
-            if isinstance(value, Lined):
-                self.places |= {f"{name}.{x}": f"{file}:{n}" for x, n in value.lines.items()}
-
-    def _set(self, name: str, value: Any, place: str) -> None:
-        key = key_with(name, in_file=bool(place))
-        self.places[name] = place
-        default = default_of(declared(Config)[key])
+    def _set(self, name: str, value: Any, in_file: bool = False) -> str:
+        """Set the value of a key or an option; return the key."""
+        key = key_with(name, in_file)
+        default = declared(Config)[key].default
         if name == key:
             if value is None and default is not None:
                 raise ConfigError(f"{name} has no value; write one, or leave the key out")
             if isinstance(default, dict) and isinstance(value, Typed):
                 value = checked_type(value, Any, name)
-            self.values[key] = plain(value) if isinstance(value, dict | list) else value
-            return
+            self.values[key] = deepcopy(value) if isinstance(value, dict) else value
+            return key
         options = self.values.setdefault(key, {})
         *groups, last = name.removeprefix(f"{key}.").split(".")
         for group in groups:
@@ -122,10 +97,7 @@ class Settings:
         if not isinstance(options, dict):
             raise ConfigError(f"{name}: {key} is no mapping")
         options[last] = value
-
-    def keys(self, of_file: bool) -> set[str]:
-        """Return the keys whose values, or values of options, are those of the file, or others."""
-        return {_holder(name) for name, place in self.places.items() if bool(place) == of_file}
+        return key
 
     def config(self) -> Config:
         """Return the config with these values, and defaults for the others.
@@ -133,25 +105,46 @@ class Settings:
         Raises:
             ConfigError: A value has a wrong type or is out of range, or values contradict.
         """
-        nested: dict[str, Any] = {}
-        for key, value in self.values.items():
-            *groups, last = key.split(".")
-            group = nested
-            for name in groups:
-                group = group.setdefault(name, {})
-            group[last] = value
         try:
-            return Config(**nested)
+            return replace_keys(Config(), self.values)
         except ConfigError as error:
             raise self.placed(error) from None
 
-    def placed(self, error: ConfigError) -> ConfigError:
-        """Return an error with the place of the key that its message begins with."""
-        name = str(error).partition(" ")[0].rstrip(":")
+    def placed(self, error: ConfigError, name: str = "") -> ConfigError:
+        """Return an error with the place of a key, or of the one that its message begins with."""
+        name = name or str(error).partition(" ")[0].rstrip(":")
         while name and name not in self.places:
             name = name.rpartition(".")[0]
         place = self.places.get(name)
         return ConfigError(f"{place}: {error}") if place else error
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys or options in nested or dotted values, with their values."""
+    for own, value in values.items():
+        name = f"{prefix}{own}"
+        if isinstance(value, Mapping) and not _holder(name) and (value or _is_group(name)):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys or options in "--key=value" or "--key", "value", with their values."""
+    left = iter(words)
+    for word in left:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise ConfigError(f"settings are given as --key value, got {word!r}")
+        if not equals:
+            text = next(left, "--")
+            if text.startswith("--"):
+                key_with(name)
+                raise ConfigError(f"argument --{name}: expected one argument")
+        if _is_group(name) and isinstance(values := checked_type(Typed(text), Any, name), dict):
+            yield from _flat(values, f"{name}.")
+        else:
+            yield name, Typed(text)
 
 
 def key_with(name: str, in_file: bool = False) -> str:
@@ -182,7 +175,7 @@ def _holder(name: str) -> str:
     keys, holder = declared(Config), name
     while holder not in keys and holder:
         holder = holder.rpartition(".")[0]
-    return holder if holder == name or (holder and keys[holder].default_factory is dict) else ""
+    return holder if holder == name or (holder and isinstance(keys[holder].default, dict)) else ""
 
 
 def _is_group(name: str) -> bool:
@@ -207,15 +200,14 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
         check_imports(settings.values, file)
         settings.add(_OF_A_RUN)
     settings.add(overrides)
-    given = settings.keys(of_file=False)
-    config = _decided(settings.config(), settings.keys(of_file=True), given)
+    config = _decided(settings.config(), settings.in_file, settings.given)
     # A file leaves a value without effect where the command line takes the effect from it, as
     # `train demo --negatives.regime kvsall` does, and where `Config.save` has filled in all nulls.
     is_saved = settings.values.keys() >= set(all_keys())
     for key, reason in without_effect(config, Facts()).items():
-        if key in RESOLVED_KEYS and key not in given:
-            acts_with = {condition.key for condition in key_of(declared(Config)[key]).acts}
-            if is_saved or acts_with & given:
+        if key in RESOLVED_KEYS and key not in settings.given:
+            acts_with = {condition.key for condition in declared(Config)[key].acts}
+            if is_saved or acts_with & settings.given:
                 continue
         raise settings.placed(ConfigError(reason))
     return config
@@ -244,7 +236,7 @@ def _decided(config: Config, from_file: Collection[str], given: Collection[str])
     return config
 
 
-def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
+def read_run_config(file: Path, *overrides: Overrides) -> Config:
     """Read the config of a run, which somebody else may have written, with overrides.
 
     Raises:
@@ -253,7 +245,8 @@ def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
     """
     settings = Settings(file)
     check_imports(settings.values, file.parent)
-    settings.add(overrides)
+    for values in overrides:
+        settings.add(values)
     return settings.config()
 
 
@@ -287,25 +280,33 @@ def as_config(config: AnyConfig) -> Config:
     return load_config(config)
 
 
-def data_config(data: DataConfig | Mapping[str, Any] | None) -> DataConfig:
-    """Return the section ``data`` of nested or dotted values, with or without "data." before them.
+def data_config(data: DataConfig | Mapping[str, Any] | Sequence[str] | None) -> DataConfig:
+    """Return the section ``data`` of values or words, with or without "data." before their names.
 
     Raises:
-        ConfigError: As ``load_config``.
+        ConfigError: As ``load_config``, or a key is data.path or of another section.
     """
     if not isinstance(data, DataConfig):
-        values = {f"data.{key.removeprefix('data.')}": value for key, value in (data or {}).items()}
-        data = config_from_dict(values).data
+        named: Overrides = ()
+        if isinstance(data, Mapping):
+            named = {_of_data(key): value for key, value in data.items()}
+        elif data is not None:
+            words = (word.removeprefix("--").partition("=") for word in data)
+            named = [f"--{_of_data(key)}{equals}{value}" for key, equals, value in words]
+        data = config_from_dict({}, named).data
     keys = [key for key in all_keys() if key.startswith("data.")]
     check_effects(Config(data=data), Facts(is_store=False), keys)
     return data
 
 
-def words_of(overrides: Overrides) -> list[str]:
-    """Return overrides as they were typed."""
-    if not isinstance(overrides, dict):
-        return list(overrides)
-    return [f"--{key}={as_yaml(value)}" for key, value in overrides.items()]
+def _of_data(name: str) -> str:
+    """Return the key of ``data`` that a name means, which may lack "data."."""
+    key = f"data.{name.removeprefix('data.')}"
+    if name in all_keys() and name != key:
+        raise ConfigError(f"{name}: only keys of data say how triples are read and split")
+    if key == "data.path":
+        raise ConfigError("data.path: the triples are named without a key; leave it out")
+    return key
 
 
 def values_of(path: str | Path) -> dict[str, Any]:

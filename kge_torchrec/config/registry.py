@@ -136,11 +136,6 @@ KINDS = {
 }
 
 
-def canonical(name: str) -> str:
-    """Return a name in lower case with underscores; import paths stay as they are."""
-    return name if ":" in name or "." in name else name.lower().replace("-", "_")
-
-
 def part_name(kind: str) -> Callable[[str, str], None]:
     """Return the check of a key that names a part of a kind; it imports nothing."""
     return lambda key, name: check_name(kind, name, key)
@@ -239,7 +234,7 @@ def check_imports(values: Mapping[str, Any], where: Path) -> None:
 
 def is_built_in(kind: str, name: str) -> bool:
     """Return whether a name is that of a built-in class."""
-    return canonical(name) in KINDS[kind].ours
+    return name in KINDS[kind].ours
 
 
 def _loaded(key: str, target: str) -> Any:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from kge_torchrec.config.keys import declared, default_of, replace_keys
-from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.keys import declared, parse_options, replace_keys
 from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
@@ -74,7 +73,7 @@ def decided_by(config: Config) -> str | None:
     if config.default == "rules":
         return "default is rules"
     for key, item in declared(config.__class__).items():
-        if is_raced(key) and attrgetter(key)(config) != default_of(item):
+        if is_raced(key) and attrgetter(key)(config) != item.default:
             return f"{key} is given"
     needs = {
         "evaluation.every is 0": config.evaluation.every == 0,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kge_torchrec.config.checks import ConfigError, not_negative
+from kge_torchrec.config.checks import ConfigError, NonNegativeFloat
 from kge_torchrec.config.registry import construct
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
@@ -192,16 +192,10 @@ class DegreeSampler(NegativeSampler):
 
     @dataclass(frozen=True)
     class Options:
-        """The weights.
+        """The weights."""
 
-        Args:
-            degree_power: Exponent of an entity's degree.
-        """
-
-        degree_power: float = 0.75
-
-        def __post_init__(self) -> None:
-            not_negative("negatives.options.degree_power", self.degree_power)
+        degree_power: NonNegativeFloat = 0.75
+        """Exponent of an entity's degree."""
 
     @classmethod
     def of(cls, store: TripleStore, options: Options) -> DegreeSampler:

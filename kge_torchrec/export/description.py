@@ -22,7 +22,7 @@ import yaml
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.config.registry import canonical, check_imports, resolve
+from kge_torchrec.config.registry import check_imports, resolve
 from kge_torchrec.data.store import META
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
@@ -139,7 +139,7 @@ def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
         ExportError: The scorer cannot be found, or this version does not support the model.
     """
     try:
-        scorer = canonical(str(description["model"].get("scorer")))
+        scorer = str(description["model"].get("scorer"))
         check_imports({"model.scorer": scorer}, path)
         resolve("scorer", scorer)
     except ConfigError as error:

@@ -11,13 +11,13 @@ Shapes: Q queries, M answers of the queries, K candidates per query.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu, softplus
 
-from kge_torchrec.config.checks import ConfigError, check_share, not_negative, one_of
+from kge_torchrec.config.checks import ConfigError, NonNegativeFloat, Share
 from kge_torchrec.config.model import LossConfig
 from kge_torchrec.config.registry import construct
 from kge_torchrec.kernels.operators import log_sum_exp, softplus_sum
@@ -29,7 +29,7 @@ from kge_torchrec.models.over_all import (
     spread_share,
 )
 
-SMOOTHINGS = ("standard", "libkge")
+Smoothing = Literal["standard", "libkge"]
 
 
 class Loss(nn.Module):
@@ -113,8 +113,6 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_smoothing(smoothing: str, label_smoothing: float) -> None:
-    one_of("loss.options.smoothing", smoothing, SMOOTHINGS)
-    check_share("loss.options.label_smoothing", label_smoothing)
     if smoothing != "standard" and not label_smoothing:
         raise ConfigError(
             f"loss.options.smoothing: {smoothing} acts only with label smoothing; set "
@@ -131,24 +129,19 @@ class SoftmaxLoss(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the softmax loss.
+        """Options of the softmax loss."""
 
-        Args:
-            label_smoothing: Share e of the target that is spread over all choices, in [0, 1).
-            smoothing: standard: as above; libkge: spreads 1 / (1 + k (1 - e)) for k answers, as
-                LibKGE's KvsAll with loss kl.
-            answers: mean or, with negatives.regime kvsall, sum of the losses of a query's answers.
-                With sum every triple counts alike (the multinomial likelihood of Liang et al.
-                2018).
-        """
-
-        label_smoothing: float = 0.0
-        smoothing: str = "standard"
-        answers: str = "mean"
+        label_smoothing: Share = 0.0
+        """Share e of the target that is spread over all choices, in [0, 1)."""
+        smoothing: Smoothing = "standard"
+        """standard: as above; libkge: spreads 1 / (1 + k (1 - e)) for k answers, as LibKGE's KvsAll
+        with loss kl."""
+        answers: Literal["mean", "sum"] = "mean"
+        """mean or, with negatives.regime kvsall, sum of the losses of a query's answers. With sum
+        every triple counts alike (the multinomial likelihood of Liang et al. 2018)."""
 
         def __post_init__(self) -> None:
             _check_smoothing(self.smoothing, self.label_smoothing)
-            one_of("loss.options.answers", self.answers, ("mean", "sum"))
 
     needs_answers = True  # the batches weigh queries by their answers for "sum"
 
@@ -184,22 +177,18 @@ class BinaryCrossEntropyLoss(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the binary cross-entropy loss.
+        """Options of the binary cross-entropy loss."""
 
-        Args:
-            label_smoothing: Label smoothing e in [0, 1).
-            reduction: sum, or mean, over all candidates of a query, answers included.
-            smoothing: standard: the targets are 1 - e/2 and e/2; libkge: 1 - e + 1/N and 1/N for N
-                candidates, as LibKGE's KvsAll, ConvE and dice-embeddings.
-        """
-
-        label_smoothing: float = 0.0
-        reduction: str = "sum"
-        smoothing: str = "standard"
+        label_smoothing: Share = 0.0
+        """Label smoothing e in [0, 1)."""
+        reduction: Literal["mean", "sum"] = "sum"
+        """sum, or mean, over all candidates of a query, answers included."""
+        smoothing: Smoothing = "standard"
+        """standard: the targets are 1 - e/2 and e/2; libkge: 1 - e + 1/N and 1/N for N candidates,
+        as LibKGE's KvsAll, ConvE and dice-embeddings."""
 
         def __post_init__(self) -> None:
             _check_smoothing(self.smoothing, self.label_smoothing)
-            one_of("loss.options.reduction", self.reduction, ("sum", "mean"))
 
     def forward(
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
@@ -227,16 +216,10 @@ class MarginLoss(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the margin loss.
+        """Options of the margin loss."""
 
-        Args:
-            margin: Required difference between the scores of the answer and of a candidate.
-        """
-
-        margin: float = 9.0
-
-        def __post_init__(self) -> None:
-            not_negative("loss.options.margin", self.margin)
+        margin: NonNegativeFloat = 9.0
+        """Required difference between the scores of the answer and of a candidate."""
 
     def forward(
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
@@ -266,19 +249,12 @@ class SelfAdversarialLoss(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the self-adversarial loss.
+        """Options of the self-adversarial loss."""
 
-        Args:
-            margin: Added to scores before the logistic loss.
-            temperature: Factor of the scores in the softmax that weights candidates.
-        """
-
-        margin: float = 9.0
-        temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            not_negative("loss.options.margin", self.margin)
-            not_negative("loss.options.temperature", self.temperature)
+        margin: NonNegativeFloat = 9.0
+        """Added to scores before the logistic loss."""
+        temperature: NonNegativeFloat = 1.0
+        """Factor of the scores in the softmax that weights candidates."""
 
     def forward(
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.checks import Check, ConfigError, NonNegativeFloat
 from kge_torchrec.config.model import LossConfig
 from kge_torchrec.config.registry import construct
 from kge_torchrec.data import OTHER
@@ -40,15 +40,12 @@ class Regularizer:
 
     @dataclass(frozen=True)
     class Options:
-        """Options of this regularizer, from ``loss.regularizers`` of the config.
-
-        Args:
-            weight: Factor of the penalty in the loss.
-            relation_weight: Factor of the penalty on relation rows; null: weight.
-        """
+        """Options of this regularizer, from ``loss.regularizers`` of the config."""
 
         weight: float = 0.0
+        """Factor of the penalty in the loss."""
         relation_weight: float | None = None
+        """Factor of the penalty on relation rows; null: weight."""
 
     takes_triples = False  # whether it is a ``TripleRegularizer``
 
@@ -89,19 +86,10 @@ class Lp(N3):
 
     @dataclass(frozen=True)
     class Options(Regularizer.Options):
-        """The weights and the exponent.
+        """The weights and the exponent."""
 
-        Args:
-            weight: Factor of the penalty in the loss.
-            relation_weight: Factor of the penalty on relation rows; null: weight.
-            p: Exponent, at least 1.
-        """
-
-        p: float = 3.0
-
-        def __post_init__(self) -> None:
-            if not self.p >= 1:
-                raise ValueError(f"p must be >= 1, got {self.p}")
+        p: Annotated[float, Check("a number >= 1", lambda p: p >= 1)] = 3.0
+        """Exponent, at least 1."""
 
     def __init__(self, *values: Any, **options: Any):
         super().__init__(*values, **options)
@@ -141,13 +129,10 @@ class TripleRegularizer(Regularizer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of this regularizer.
-
-        Args:
-            weight: Factor of the penalty in the loss.
-        """
+        """Options of this regularizer."""
 
         weight: float = 0.0
+        """Factor of the penalty in the loss."""
 
     takes_triples = True
 
@@ -213,24 +198,14 @@ class IVR(TripleRegularizer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of this regularizer.
+        """Options of this regularizer."""
 
-        Args:
-            alpha: Exponent of the norms, at least 1.
-            lambda1: Weight of the norms of head, relation and tail.
-            lambda2: Weight of the norms of their pairs.
-        """
-
-        alpha: float = 3.0
-        lambda1: float = 0.0
-        lambda2: float = 0.0
-
-        def __post_init__(self) -> None:
-            if not self.alpha >= 1:
-                raise ValueError(f"alpha must be at least 1, got {self.alpha}")
-            for name in ("lambda1", "lambda2"):
-                if not getattr(self, name) >= 0:
-                    raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        alpha: Annotated[float, Check("a number >= 1", lambda alpha: alpha >= 1)] = 3.0
+        """Exponent of the norms, at least 1."""
+        lambda1: NonNegativeFloat = 0.0
+        """Weight of the norms of head, relation and tail."""
+        lambda2: NonNegativeFloat = 0.0
+        """Weight of the norms of their pairs."""
 
     def __init__(self, *values: Any, **options: Any):
         super().__init__(*values, **options)

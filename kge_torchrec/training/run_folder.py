@@ -38,7 +38,7 @@ import numpy as np
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.parser import Overrides, read_run_config, values_of, words_of
+from kge_torchrec.config.parser import Overrides, read_run_config, values_of
 from kge_torchrec.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -248,8 +248,7 @@ class RunFolder:
         Raises:
             ConfigError: The folder has no run, or the config or an override is invalid.
         """
-        words = [*words_of(self.given), *words_of(overrides)]
-        return read_run_config(self.config_file(), words)
+        return read_run_config(self.config_file(), self.given, overrides)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json atomically."""

@@ -22,7 +22,6 @@ from kge_torchrec.config.keys import (
     check_effects,
     check_resume,
     declared,
-    key_of,
 )
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data.prepare import prepare
@@ -194,7 +193,7 @@ def _as_there(folder: RunFolder, config: Config) -> Config:
     # Reuse resolved values, also with other ranks than before.
     config = config.filled_from(there, raced=folder.race.is_file())
     for key in changed_keys(there, config):
-        rule = key_of(declared(Config)[key]).resume
+        rule = declared(Config)[key].resume
         if rule.per_start:
             continue
         remedy = "name another run.dir"

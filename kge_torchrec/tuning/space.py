@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from optuna.distributions import (
@@ -35,7 +36,6 @@ from kge_torchrec.config.keys import all_values
 from kge_torchrec.config.parser import config_from_dict, key_with, values_of
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import filled
-from kge_torchrec.config.yaml_file import Lined, plain
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.tuning.trials import PORTFOLIO
 
@@ -79,19 +79,21 @@ class Parameter:
         return is_number and self.options["low"] <= value <= self.options["high"]
 
 
-def parameters_of(values: Any, where: str = "search space") -> list[Parameter]:
+def parameters_of(
+    values: Any, where: str = "search space", lines: Mapping[str, int] = MappingProxyType({})
+) -> list[Parameter]:
     """Return the parameters of a space, in its order.
 
     Args:
         values: A mapping in the form that this module describes.
         where: The source of the mapping, for error messages.
+        lines: The line of each key there.
 
     Raises:
         ConfigError: A key is unknown, a range is malformed, or a condition names a later key.
     """
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{where} must map each key to a range or a list of values")
-    lines = values.lines if isinstance(values, Lined) else {}
     parameters: list[Parameter] = []
     left = [str(key) for key in values]
     for key, ranges in zip(tuple(left), values.values(), strict=True):
@@ -100,7 +102,7 @@ def parameters_of(values: Any, where: str = "search space") -> list[Parameter]:
             key_with(key)
             if key.startswith(FIXED):
                 raise ValueError("all trials of a study share this key; set it in the config")
-            for entry in plain(ranges) if several else [plain(ranges)]:
+            for entry in ranges if several else [ranges]:
                 parameters.append(_parameter(key, entry, several and len(ranges) > 1, left))
         except (ConfigError, ValueError, TypeError) as error:
             about = "" if isinstance(error, ConfigError) else f"{key}: "

@@ -40,7 +40,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
-from kge_torchrec.config.yaml_file import plain, read_lined
+from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data.report import notes
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.lines import say
@@ -137,13 +137,13 @@ def make_study(
     check_start(config, facts_of(config))
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
-    where, ranges = "search space", cast(Any, space)
+    where, ranges, lines = "search space", cast(Any, space), dict[str, int]()
     if isinstance(space, str | Path):
         if not Path(space).is_file():
             raise ConfigError(f"space: there is no file {space}")
-        where, ranges = str(space), read_lined(space)
+        where, (ranges, lines) = str(space), read_yaml(space)
     if space is not None:
-        parameters_of(ranges, where)
+        parameters_of(ranges, where, lines)
     file = path / "study.json"
     own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
     if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
@@ -196,7 +196,7 @@ def _write(path: Path, config: Config, ranges: dict[str, Any] | None, halving: s
         every = min(every, max(1, resolved.train.epochs // ETA ** (RUNGS - 1)))
     replace_keys(resolved, {"evaluation.every": every}).save(path / "config.yaml")
     (path / "trials").mkdir(exist_ok=True)
-    files.write_text(path / "space.yaml", yaml.safe_dump(plain(ranges), sort_keys=False))
+    files.write_text(path / "space.yaml", yaml.safe_dump(ranges, sort_keys=False))
     return first
 
 
@@ -210,7 +210,8 @@ class Study:
         self.given = json.loads((path / "study.json").read_text(encoding="utf-8"))
         self.config = read_run_config(path / "config.yaml")
         self.metric = self.config.evaluation.metric
-        self.space = parameters_of(read_lined(path / "space.yaml"), str(path / "space.yaml"))
+        ranges, lines = read_yaml(path / "space.yaml")
+        self.space = parameters_of(ranges, str(path / "space.yaml"), lines)
         # The epochs before the first comparison: a multiple of the interval of validations.
         every = self.config.evaluation.every
         self.first_rung = max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every

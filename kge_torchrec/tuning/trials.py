@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import declared, key_of, replace_keys
-from kge_torchrec.config.options import settings_of
+from kge_torchrec.config.keys import declared, replace_keys
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.store import TripleStore
@@ -33,10 +31,9 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     kept = config.to_dict()
     for key, item in declared(Config).items():
         section, _, name = key.rpartition(".")
-        part = key_of(item).part
-        if part is not None and f"{section}.{part.field}" in values:
+        if (part := item.part) is not None and f"{section}.{part.field}" in values:
             owner = resolve(part.kind, values[f"{section}.{part.field}"])
-            known = {option.name for option in fields(settings_of(owner))}
+            known = declared(owner.Options)
             options = attrgetter(key)(config)
             kept[section][name] = {x: options[x] for x in options if x in known}
     return config_from_dict(kept, dict(values))

@@ -8,8 +8,8 @@ import pytest
 from extended import LION, LP, MIXED, REFE, SQUARED, part
 
 from kge_torchrec import Loss, RowOptimizer, Scorer
-from kge_torchrec.commands.parts import listing
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.describe import parts_help
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.optimizers import make_optimizer
 
@@ -90,4 +90,5 @@ def test_optimizer_without_a_step_is_rejected():
 
 def test_part_of_an_import_path_is_listed(folder):
     assert part("scorer", REFE).name == "refe"
-    assert "moves (true or false, default true): Whether a relation" in listing("scorer", REFE)
+    words = "--model.options.moves VALUE (true or false, default true)\n        Whether a relation"
+    assert words in parts_help("scorer", REFE)

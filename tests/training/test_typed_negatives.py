@@ -16,6 +16,7 @@ from training_runs import (
 )
 
 from kge_torchrec.config import NegativesConfig
+from kge_torchrec.config.data import Among
 from kge_torchrec.data.negatives import (
     Chunks,
     UniformSampler,
@@ -68,7 +69,7 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, among):
 def test_share_of_negatives_is_typed_and_others_do_not_change():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
-    config = NegativesConfig(among="seen", among_options={"share": 0.3})
+    config = NegativesConfig(among="seen", among_options=Among(share=0.3))
     sampler = typed_sampler(others, config, store)
     rows = torch.from_numpy(store.train[:20].astype(np.int64))
     numbers = torch.from_numpy(np.random.default_rng(0).random((4, 10)))

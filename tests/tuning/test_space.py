@@ -10,7 +10,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.config.yaml_file import read_lined
+from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.tuning.space import default_space, own_values, parameters_of, suggested
 from kge_torchrec.tuning.trials import with_values
 
@@ -92,7 +92,8 @@ def test_invalid_spaces_are_rejected(tmp_path, text, words):
     file = tmp_path / "space.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        parameters_of(read_lined(file), str(file))
+        ranges, lines = read_yaml(file)
+        parameters_of(ranges, str(file), lines)
 
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate", "conve"])

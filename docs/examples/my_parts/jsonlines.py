@@ -16,17 +16,14 @@ class JsonLines(Reader):
 
     @dataclass(frozen=True)
     class Options:
-        """The names of the fields.
-
-        Args:
-            head: Field of the head.
-            relation: Field of the relation.
-            tail: Field of the tail.
-        """
+        """The names of the fields."""
 
         head: str = "head"
+        """Field of the head."""
         relation: str = "relation"
+        """Field of the relation."""
         tail: str = "tail"
+        """Field of the tail."""
 
     suffixes = (".jsonl", ".ndjson")
 

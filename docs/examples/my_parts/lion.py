@@ -10,17 +10,14 @@ class Lion(RowOptimizer):
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of Lion.
-
-        Args:
-            beta1: Share of the momentum in the direction.
-            beta2: Share of the momentum that is kept.
-            decay: Decoupled weight decay.
-        """
+        """Settings of Lion."""
 
         beta1: float = 0.9
+        """Share of the momentum in the direction."""
         beta2: float = 0.99
+        """Share of the momentum that is kept."""
         decay: float = 0.0
+        """Decoupled weight decay."""
 
     states = (State("momentum"),)
 

@@ -10,14 +10,10 @@ class Lp(Regularizer):
 
     @dataclass(frozen=True)
     class Options(Regularizer.Options):
-        """Settings of the penalty.
-
-        Args:
-            weight: Factor of the penalty in the loss.
-            p: Exponent, at least 1.
-        """
+        """Settings of the penalty."""
 
         p: float = 1.0
+        """Exponent, at least 1."""
 
     def penalty(self, rows, is_complex):
         return rows.abs().pow(self.options.p).sum(-1)

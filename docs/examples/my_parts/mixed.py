@@ -13,13 +13,10 @@ class MixedSampler(NegativeSampler):
 
     @dataclass(frozen=True)
     class Options:
-        """The mixture.
-
-        Args:
-            share: Share of the negatives that are sampled in proportion to their degree.
-        """
+        """The mixture."""
 
         share: float = 0.5
+        """Share of the negatives that are sampled in proportion to their degree."""
 
     def __init__(self, store, options):
         self.share = options.share

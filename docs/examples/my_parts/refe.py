@@ -20,13 +20,10 @@ class RefE(Scorer):
 
     @dataclass(frozen=True)
     class Options:
-        """The effect of a relation.
-
-        Args:
-            moves: Whether a relation moves entities after it has reflected them.
-        """
+        """The effect of a relation."""
 
         moves: bool = True
+        """Whether a relation moves entities after it has reflected them."""
 
     name = "refe"
     multiple = 2  # D is even

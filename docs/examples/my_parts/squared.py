@@ -12,13 +12,10 @@ class SquaredError(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """The weights.
-
-        Args:
-            rest: Weight of candidates that are no answers.
-        """
+        """The weights."""
 
         rest: float = 0.1
+        """Weight of candidates that are no answers."""
 
         def __post_init__(self):
             if self.rest <= 0:

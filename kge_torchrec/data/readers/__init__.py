@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from kge_torchrec.config.data import DataConfig
-from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.keys import parse_options
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.readers.columns import Columns

@@ -46,7 +46,7 @@ def read_description(path: str | Path) -> list[tuple[str, Path, Columns]]:
         ConfigError: The file is no YAML.
         DataError: It is no description, or names a file that is not there.
     """
-    path, content = Path(path), read_yaml(path)
+    path, content = Path(path), read_yaml(path)[0]
     entries = content.get("edges") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or len(content) > 1:
         raise DataError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import NonNegativeInt
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.bilinear import BilinearScorer
 
@@ -183,16 +183,10 @@ class LFMult(AlgebraScorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of LFMult.
+        """Options of LFMult."""
 
-        Args:
-            degree: Degree of the polynomials.
-        """
-
-        degree: int = 1
-
-        def __post_init__(self) -> None:
-            at_least("model.options.degree", self.degree, 0)
+        degree: NonNegativeInt = 1
+        """Degree of the polynomials."""
 
     name = "lfmult"
     formula = (

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least, check_share
+from kge_torchrec.config.checks import PositiveInt, Share
 from kge_torchrec.kernels.comparisons import Comparison, InnerProduct
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import times
@@ -193,20 +193,12 @@ class TuckER(BilinearScorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of TuckER.
+        """Options of TuckER."""
 
-        Args:
-            relation_dim: Elements per relation row; null: model.dim.
-            feature_dropout: Dropout probability for the entries of a relation's matrix.
-        """
-
-        relation_dim: int | None = None
-        feature_dropout: float = 0.0
-
-        def __post_init__(self) -> None:
-            if self.relation_dim is not None:
-                at_least("model.options.relation_dim", self.relation_dim, 1)
-            check_share("model.options.feature_dropout", self.feature_dropout)
+        relation_dim: PositiveInt | None = None
+        """Elements per relation row; null: model.dim."""
+        feature_dropout: Share = 0.0
+        """Dropout probability for the entries of a relation's matrix."""
 
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
@@ -242,21 +234,12 @@ class MEIM(BilinearScorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of MEIM.
+        """Options of MEIM."""
 
-        Args:
-            partitions: Partitions of an entity row.
-            relation_dim: Elements per relation and partition; null: as many as per entity and
-                partition.
-        """
-
-        partitions: int = 4
-        relation_dim: int | None = None
-
-        def __post_init__(self) -> None:
-            at_least("model.options.partitions", self.partitions, 1)
-            if self.relation_dim is not None:
-                at_least("model.options.relation_dim", self.relation_dim, 1)
+        partitions: PositiveInt = 4
+        """Partitions of an entity row."""
+        relation_dim: PositiveInt | None = None
+        """Elements per relation and partition; null: as many as per entity and partition."""
 
     name = "meim"
     formula = (

@@ -13,14 +13,14 @@ Shapes: n basis vectors, D elements per row, m = D / (1 + n) Clifford numbers pe
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import NonNegativeInt
 from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 from kge_torchrec.models.scorers.algebra import components
 from kge_torchrec.models.scorers.base import Side
@@ -91,19 +91,12 @@ class CKeci(CliffordScorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of CKeci and Keci.
+        """Options of CKeci and Keci."""
 
-        Args:
-            p: Number of basis vectors whose square is 1.
-            q: Number of basis vectors whose square is -1.
-        """
-
-        p: int = 0
-        q: int = 1
-
-        def __post_init__(self) -> None:
-            for name, count in asdict(self).items():
-                at_least(f"model.options.{name}", count, 0)
+        p: NonNegativeInt = 0
+        """Number of basis vectors whose square is 1."""
+        q: NonNegativeInt = 1
+        """Number of basis vectors whose square is -1."""
 
     name = "ckeci"
     formula = (
@@ -145,17 +138,11 @@ class DeCaL(CliffordScorer):
 
     @dataclass(frozen=True)
     class Options(CKeci.Options):
-        """Options of DeCaL.
+        """Options of DeCaL."""
 
-        Args:
-            p: Number of basis vectors whose square is 1.
-            q: Number of basis vectors whose square is -1.
-            r: Number of basis vectors whose square is 0.
-        """
-
-        p: int = 1
-        q: int = 1
-        r: int = 1
+        p: NonNegativeInt = 1
+        r: NonNegativeInt = 1
+        """Number of basis vectors whose square is 0."""
 
     name = "decal"
     formula = (

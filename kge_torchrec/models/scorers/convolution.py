@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import ConfigError, at_least, check_share
+from kge_torchrec.config.checks import ConfigError, PositiveInt, Share
 from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
 from kge_torchrec.models.scorers.base import Scorer, Side
@@ -33,22 +33,14 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 
 @dataclass(frozen=True)
 class ConvolutionOptions(Scorer.Options):
-    """Options of a convolution scorer.
+    """Options of a convolution scorer."""
 
-    Args:
-        channels: Number of feature maps.
-        kernel_size: Height and width of the filters; must be odd except for conve.
-        feature_dropout: Dropout probability for whole feature maps.
-    """
-
-    channels: int = 32
-    kernel_size: int = 3
-    feature_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least("model.options.channels", self.channels, 1)
-        at_least("model.options.kernel_size", self.kernel_size, 1)
-        check_share("model.options.feature_dropout", self.feature_dropout)
+    channels: PositiveInt = 32
+    """Number of feature maps."""
+    kernel_size: PositiveInt = 3
+    """Height and width of the filters; must be odd except for conve."""
+    feature_dropout: Share = 0.0
+    """Dropout probability for whole feature maps."""
 
 
 class Convolution(nn.Module):
@@ -91,22 +83,11 @@ class ConvE(Scorer):
 
     @dataclass(frozen=True)
     class Options(ConvolutionOptions):
-        """Options of ConvE.
+        """Options of ConvE."""
 
-        Args:
-            channels: Number of feature maps.
-            kernel_size: Height and width of the filters.
-            feature_dropout: Dropout probability for whole feature maps.
-            height: Height of the image of an entity row; null: the largest divisor of model.dim up
-                to its square root.
-        """
-
-        height: int | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.height is not None:
-                at_least("model.options.height", self.height, 1)
+        height: PositiveInt | None = None
+        """Height of the image of an entity row; null: the largest divisor of model.dim up to its
+        square root."""
 
     comparison = InnerProduct()
     needs_reciprocal = True

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kge_torchrec.config.checks import one_of, positive
+from kge_torchrec.config.checks import PositiveFloat
 from kge_torchrec.kernels.comparisons import (
     Comparison,
     Index,
@@ -35,8 +35,7 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.bilinear import bilinear_query
 from kge_torchrec.models.scorers.layers import Fill
 
-OPERATORS = ("identity", "translation", "diagonal", "complex", "linear")
-COMPARATORS = ("dot", "cosine", "l2")
+Operation = Literal["identity", "translation", "diagonal", "complex", "linear"]
 
 
 def widths(options: Operator.Options, dim: int) -> tuple[int, int]:
@@ -134,25 +133,16 @@ class Operator(Scorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the operator scorer.
+        """Options of the operator scorer."""
 
-        Args:
-            head: Operator on heads: identity, translation, diagonal, complex or linear.
-            tail: Operator on tails, with parameters of its own.
-            comparator: dot (inner product), cosine, or l2 (minus the Euclidean distance).
-            temperature: Divides the score, before negatives.log_q corrects it.
-        """
-
-        head: str = "identity"
-        tail: str = "identity"
-        comparator: str = "dot"
-        temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            one_of("model.options.head", self.head, OPERATORS)
-            one_of("model.options.tail", self.tail, OPERATORS)
-            one_of("model.options.comparator", self.comparator, COMPARATORS)
-            positive("model.options.temperature", self.temperature)
+        head: Operation = "identity"
+        """Operator on heads: identity, translation, diagonal, complex or linear."""
+        tail: Operation = "identity"
+        """Operator on tails, with parameters of its own."""
+        comparator: Literal["dot", "cosine", "l2"] = "dot"
+        """dot (inner product), cosine, or l2 (minus the Euclidean distance)."""
+        temperature: PositiveFloat = 1.0
+        """Divides the score, before negatives.log_q corrects it."""
 
     name = "operator"
     start = ("normal", 0.1)

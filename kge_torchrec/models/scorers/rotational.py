@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import NonNegativeInt, PositiveInt
 from kge_torchrec.kernels.comparisons import Comparison, EachPair, MinusDistance
 from kge_torchrec.kernels.library import EPSILON
 from kge_torchrec.kernels.operators import rotated
@@ -135,23 +135,14 @@ class HousE(Scorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of HousE.
+        """Options of HousE."""
 
-        Args:
-            block: Elements per block; each block is rotated on its own.
-            reflections: Reflections per rotation; null: 2 (block // 2).
-            projections: Projections per side (head and tail); 0 is HousE-r.
-        """
-
-        block: int = 4
-        reflections: int | None = None
-        projections: int = 1
-
-        def __post_init__(self) -> None:
-            at_least("model.options.block", self.block, 1)
-            if self.reflections is not None:
-                at_least("model.options.reflections", self.reflections, 1)
-            at_least("model.options.projections", self.projections, 0)
+        block: PositiveInt = 4
+        """Elements per block; each block is rotated on its own."""
+        reflections: PositiveInt | None = None
+        """Reflections per rotation; null: 2 (block // 2)."""
+        projections: NonNegativeInt = 1
+        """Projections per side (head and tail); 0 is HousE-r."""
 
         @property
         def turns(self) -> int:

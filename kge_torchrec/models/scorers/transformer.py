@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import PositiveInt
 from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill
@@ -32,23 +32,14 @@ class CoKE(Scorer):
 
     @dataclass(frozen=True)
     class Options:
-        """Options of the transformer.
+        """Options of the transformer."""
 
-        Args:
-            layers: Number of transformer layers.
-            heads: Number of attention heads.
-            feed_forward_dim: Width of the feed-forward layers; null: 2 model.dim.
-        """
-
-        layers: int = 6
-        heads: int = 4
-        feed_forward_dim: int | None = None
-
-        def __post_init__(self) -> None:
-            at_least("model.options.layers", self.layers, 1)
-            at_least("model.options.heads", self.heads, 1)
-            if self.feed_forward_dim is not None:
-                at_least("model.options.feed_forward_dim", self.feed_forward_dim, 1)
+        layers: PositiveInt = 6
+        """Number of transformer layers."""
+        heads: PositiveInt = 4
+        """Number of attention heads."""
+        feed_forward_dim: PositiveInt | None = None
+        """Width of the feed-forward layers; null: 2 model.dim."""
 
     name = "coke"
     comparison = InnerProduct()
