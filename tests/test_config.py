@@ -237,6 +237,10 @@ WRONG = [
     ("loss.options.smoothing: libkge", "loss.options.smoothing: libkge acts only with label smoo"),
     ("loss.regularizers: {lp: {weight: 1, p: 0.5}}",
      "loss.regularizers.lp.p must be a number >= 1, got 0.5"),
+    ("loss.regularizers: {ivr: {alpha: 0.9}}",
+     "loss.regularizers.ivr.alpha must be a number >= 1, got 0.9"),
+    ("loss.regularizers: {ivr: {lambda1: -1}}",
+     "loss.regularizers.ivr.lambda1 must be a number >= 0, got -1.0"),
     ("loss.regularizers: {dura: x}", "loss.regularizers.dura.weight must be a number, got x"),
     # without effect
     ("negatives.head_count: 3\nnegatives.regime: 1vsall",

@@ -117,7 +117,3 @@ def test_what_ivr_refuses():
             ConfigError, match=rf"^loss.regularizers.ivr: IVR takes .*, not {name};"
         ):
             IVR.check_scorer(scorer, "loss.regularizers.ivr")
-    for key, value, words in (("alpha", 0.9, "at least 1"), ("lambda1", -1.0, ">= 0"),
-                              ("lambda2", -1.0, ">= 0")):  # fmt: skip
-        with pytest.raises(ValueError, match=rf"{key} must be {words}, got {value}"):
-            IVR.Options(**{key: value})
