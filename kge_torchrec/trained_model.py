@@ -28,23 +28,22 @@ from kge_torchrec.data import SPLITS
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.types import Ends
-from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
+from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.baselines import (
-    Task,
-    candidate_counts,
-    frequent_among_lists,
-    list_baselines,
-    rank_baselines,
+from kge_torchrec.ranking.baselines import FREQUENT, KNN, POPULAR, frequent_among_lists
+from kge_torchrec.ranking.blocks import ModelScores, Queries, Scores
+from kge_torchrec.ranking.candidates import (
+    Candidates,
+    Frequencies,
+    SeenCandidates,
+    TypedCandidates,
 )
-from kge_torchrec.ranking.blocks import triple_scores
-from kge_torchrec.ranking.candidates import Candidates, make_candidates
 from kge_torchrec.ranking.fixed import FixedLists, rank_among_lists, read_lists
-from kge_torchrec.ranking.novelty import Novelty
-from kge_torchrec.ranking.ranks import Ranks, rank_triples
-from kge_torchrec.ranking.recommendation import Recommendations, recommend
-from kge_torchrec.ranking.search import Queries, RankOptions, top_k
+from kge_torchrec.ranking.popularity import FrequentScores, NovelScores
+from kge_torchrec.ranking.ranks import Ranks, metrics, rank_triples
+from kge_torchrec.ranking.recommendation import Recommendations, means, recommend
+from kge_torchrec.ranking.search import RankOptions, top_k
 
 Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
@@ -57,7 +56,6 @@ FILTERS = {
 }
 # The splits whose answers are not recommended.
 KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
-CANDIDATES = 3  # sets of candidates that a model keeps: predict, recommend and evaluate take turns
 
 
 class Probabilities(Protocol):
@@ -96,8 +94,8 @@ class TrainedModel:
     hides_bars: bool = False
     config: Config | None = None
     facts: FilterIndex | None = None
-    # The newest sets of candidates, which copies of the model share.
-    _candidates: dict[tuple[str | None, ...], Any] = field(default_factory=dict)
+    # Candidates and frequencies, which copies of the model share.
+    _kept: dict[tuple[str | None, ...], Any] = field(default_factory=dict)
 
     @cached_property
     def entity_labels(self) -> Vocabulary:
@@ -221,10 +219,10 @@ class TrainedModel:
             side: Score as a query for the "tail" or the "head". With reciprocal relations the two
                 scores differ.
         """
-        return triple_scores(self.scorer, self.shard, triples, side).cpu()
+        return ModelScores(self.scorer, self.shard).of(triples, side).cpu()
 
     def best(
-        self, queries: Queries, k: int, exclude: Answers | None = None
+        self, queries: Queries, k: int, exclude: Answers | None = None, novelty: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return the k best entities of each query, and fewer if N is less. Collective.
 
@@ -232,19 +230,26 @@ class TrainedModel:
             queries: The B queries.
             k: The number of answers.
             exclude: Answers of the B queries to leave out, such as the known ones.
+            novelty: Popular answers lose ``novelty * log(1 + n)``; see ``NovelScores``.
 
         Returns:
             Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
         """
         k = min(k, self.num_entities)
-        scores, ids = top_k(self.scorer, self.shard, queries, k, exclude)
+        scores, ids = top_k(self._scores(novelty), queries, k, exclude)
         return scores.cpu(), ids.cpu()
+
+    def _scores(self, novelty: float = 0.0) -> Scores:
+        check(math.isfinite(novelty), "novelty", "a finite number, such as 0.5", novelty)
+        own = ModelScores(self.scorer, self.shard)
+        return NovelScores(own, self.frequencies, novelty) if novelty else own
 
     def ranks_of(
         self,
         triples: np.ndarray,
         split: str | None,
         evaluation: EvaluationConfig,
+        scores: Scores | None = None,
     ) -> Ranks:
         """Return the ranks of triples, filtered unless their candidates are fixed.  Collective.
 
@@ -252,16 +257,16 @@ class TrainedModel:
             triples: (T, 3).
             split: Their split.  None: filter by all splits and by the triples themselves.
             evaluation: The ``evaluation`` section of the config.
+            scores: The scores of a baseline; None: those of the model.
         """
-        store, triples = self.store, np.asarray(triples, dtype=np.int64)
-        known = store.filter_index(FILTERS[split or "test"], None if split else triples)
+        triples = np.asarray(triples, dtype=np.int64)
+        known = self.store.filter_index(FILTERS[split or "test"], None if split else triples)
         with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
-            parts = self.scorer, self.shard, triples
             if evaluation.candidates == "fixed":
-                return rank_among_lists(*parts, self._fixed_lists(evaluation, split), bar.update)
-            only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
-            options = RankOptions(only, None, evaluation.batch_size, progress=bar.update)
-            return rank_triples(*parts, known, options)
+                lists = self._fixed_lists(evaluation, split)
+                return rank_among_lists(self.scorer, self.shard, triples, lists, bar.update)
+            options = self._options(evaluation, bar)
+            return rank_triples(scores or self._scores(), triples, known, options)
 
     def recommendations_of(
         self,
@@ -271,6 +276,7 @@ class TrainedModel:
         k: int,
         side: Side = "tail",
         novelty: float = 0.0,
+        scores: Scores | None = None,
     ) -> Recommendations:
         """Return the ranks of triples as answers to their users, and the users' lists.  Collective.
 
@@ -280,33 +286,32 @@ class TrainedModel:
             evaluation: The ``evaluation`` section of the config.
             k: The length of the lists.
             side: The side to recommend.
-            novelty: See ``novelty``.
+            novelty: See ``best``.
+            scores: The scores of a baseline; None: those of the model.
 
         Raises:
             ConfigError: The candidates are lists of single triples.
         """
         evaluation.check_recommends()
         known = self.store.filter_index(KNOWN_OF[split])
-        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
         with self.bar(len(triples), f"recommend {split}", "answer") as bar:
-            options = RankOptions(
-                only, None, evaluation.batch_size, self.novelty(novelty), bar.update
-            )
-            return recommend(self.scorer, self.shard, triples, known, k, options, side)
+            options = self._options(evaluation, bar)
+            return recommend(scores or self._scores(novelty), triples, known, k, options, side)
+
+    def _options(self, evaluation: EvaluationConfig, bar: tqdm[Any]) -> RankOptions:
+        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
+        return RankOptions(only, None, evaluation.batch_size, bar.update)
 
     def baselines_of(
         self, triples: np.ndarray, split: str | None, evaluation: EvaluationConfig
     ) -> dict[str, Any]:
         """Return the metrics of baselines beside those of ``ranks_of``, by name. Collective."""
-        store, triples = self.store, np.asarray(triples, np.int64)
         if evaluation.candidates == "fixed":
             lists = self._fixed_lists(evaluation, split)
-            return on_first_rank(
-                self.processes, lambda: frequent_among_lists(store, triples, lists)
-            )
-        known = store.filter_index(FILTERS[split or "test"], None if split else triples)
-        tasks = {side: self._task(triples, side, known, evaluation) for side in SIDES}
-        return on_first_rank(self.processes, lambda: rank_baselines(tasks, triples))
+            triples = np.asarray(triples, np.int64)
+            return {FREQUENT: metrics(frequent_among_lists(self.frequencies, triples, lists))}
+        frequent = FrequentScores(self.shard, self.frequencies)
+        return {FREQUENT: metrics(self.ranks_of(triples, split, evaluation, frequent))}
 
     def list_baselines_of(
         self,
@@ -316,56 +321,54 @@ class TrainedModel:
         cutoffs: Sequence[int],
         side: Side = "tail",
     ) -> dict[str, Any]:
-        """Return the metrics of baselines beside those of ``recommendations_of``. Collective."""
-        triples = np.asarray(triples, np.int64)
-        known = self.store.filter_index(KNOWN_OF[split])
-        task = self._task(triples, side, known, evaluation)
-        return on_first_rank(self.processes, lambda: list_baselines(task, triples, cutoffs))
+        """Return the metrics of baselines beside those of ``recommendations_of``. Collective.
 
-    def _task(
-        self, triples: np.ndarray, side: Side, known: FilterIndex, evaluation: EvaluationConfig
-    ) -> Task:
-        """Return what baselines are ranked among. Collective."""
-        store = self.store
-        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
-        sizes = candidate_counts(only, side, triples, store, self.shard)
-        return Task(store, side, known, only, sizes)
+        They are None for item-kNN where it would take too long.
+        """
+        from kge_torchrec.ranking.neighbors import NeighborScores, is_feasible  # compiled
+
+        def results_of(scores: Scores) -> dict[str, float]:
+            found = self.recommendations_of(triples, split, evaluation, 0, side, scores=scores)
+            return means(found, cutoffs)
+
+        relations = np.unique(triples[:, 1])
+        popular = results_of(FrequentScores(self.shard, self.frequencies))
+        if not is_feasible(self.store, side, relations):
+            return {POPULAR: popular, KNN: None}
+        nearest = on_all_ranks(
+            self.processes, lambda: NeighborScores(self.shard, self.store, side, relations)
+        )
+        return {POPULAR: popular, KNN: results_of(nearest)}
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
         store, file = self.store, evaluation.candidates_options.file
-        return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
+        return self._keep(("fixed", file, split), lambda: read_lists(file, store, split))
+
+    @property
+    def frequencies(self) -> Frequencies:
+        """What train has of the entities of this rank. Collective."""
+        rows = self.shard.row_range
+        return self._keep(("frequencies",), lambda: Frequencies(self.store, rows))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
-        """Return the candidates "all" (None), "seen" or "types"; see ``make_candidates``.
+        """Return the candidates "all" (None), "seen" or "types". Collective.
 
-        Collective.
+        Raises:
+            DataError: The file of types cannot be used, or the store has no types.
         """
         if kind in (None, "all"):
             return None
-        store, rows = self.store, self.shard.row_range
-        return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
+        frequencies, store = self.frequencies, self.store
+        if kind == "seen":
+            return SeenCandidates(frequencies)
+        return self._keep((kind, types), lambda: TypedCandidates(frequencies, store, types))
 
-    def novelty(self, weight: float) -> Novelty | None:
-        """Return what popular answers lose with a weight; None for 0. Collective.
-
-        Raises:
-            ConfigError: The weight is not finite.
-        """
-        check(math.isfinite(weight), "novelty", "a finite number, such as 0.5", weight)
-        if not weight:
-            return None
-        store, rows = self.store, self.shard.row_range
-        return self._kept(("novelty", f"{weight}"), lambda: Novelty(store, rows, weight))
-
-    def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns; the newest ``CANDIDATES`` results are kept. Collective."""
-        kept = self._candidates
-        if key not in kept:
-            kept[key] = on_all_ranks(self.processes, make)  # a file may be missing on one rank only
-            if len(kept) > CANDIDATES:
-                del kept[next(iter(kept))]
-        return kept[key]
+    def _keep(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned the first time. Collective."""
+        if key not in self._kept:  # a file may be missing on one rank only
+            self._kept[key] = on_all_ranks(self.processes, make)
+        return self._kept[key]
 
     def __repr__(self) -> str:
         size = f"{self.num_entities:,} entities x {self.scorer.row_dim}"

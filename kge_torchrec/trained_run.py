@@ -15,17 +15,15 @@ import numpy as np
 from kge_torchrec import files
 from kge_torchrec.answers import Answering
 from kge_torchrec.answers.calibration import Calibration, calibrate
-from kge_torchrec.answers.files import read_triples
 from kge_torchrec.answers.queries import FEW, Link, new_links
+from kge_torchrec.answers.sources import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
 from kge_torchrec.config.keys import parse_options
 from kge_torchrec.config.registry import import_modules
 from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data import SPLITS
-from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.reading import columns_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
@@ -101,11 +99,6 @@ class Run(Answering):
         """
         return self.model.entities
 
-    @property
-    def columns(self) -> Columns:
-        """The columns of a table of triples, by the config's data.columns and data.relation."""
-        return columns_of(self.config.data, False)
-
     @cached_property
     def _store(self) -> TripleStore:
         return TripleStore.open(self.folder.store_of(self.config.data.path))
@@ -146,8 +139,8 @@ class Run(Answering):
                 evaluation.candidates.
             types: A file of entity types, for candidates "types".
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
-                a file, in the form for ``score_file``.  Answers in these triples or in any split
-                are filtered.
+                a file of head, relation and tail with tabs between.  Answers in these triples or in
+                any split are filtered.
             candidates_options: Options of the candidates: {"types": file}, or {"file": file} of
                 fixed ones.
             recommend: The lengths k of lists of recommendations.

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from kge_torchrec.answers.files import FileReport, answer_file, score_file
+from kge_torchrec.answers.bulk import answer_rows, score_rows, table_of
 from kge_torchrec.answers.queries import (
     FEW,
     MEANINGS,
     PARTS,
     Choice,
     Neighbour,
+    Part,
     Prediction,
-    known_answers,
     metric_of,
     missing_part,
     nearest,
     predictions,
     recommended,
 )
-from kge_torchrec.answers.tables import (
-    UNUSED_FACTS,
-    answer_table,
-    is_many,
-    is_table,
-    score_table,
-)
-from kge_torchrec.config import ConfigError, DataConfig
-from kge_torchrec.data.readers.columns import Columns
+from kge_torchrec.answers.sources import from_lists, queries_in, triples_in
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.reading import columns_of
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, TrainedModel, check_side
 
@@ -54,11 +46,6 @@ class Answering:
         """The model that answers the queries."""
         raise NotImplementedError
 
-    @property
-    def columns(self) -> Columns:
-        """The columns of a table of triples, where the config names them."""
-        raise NotImplementedError
-
     @overload
     def predict(
         self,
@@ -67,7 +54,6 @@ class Answering:
         tail: Label | None = None,
         k: int = FEW,
         known: bool = True,
-        facts: InMemory | str | Path | None = None,
     ) -> list[Prediction]: ...
 
     @overload
@@ -78,7 +64,6 @@ class Answering:
         tail: Many | None = None,
         k: int = FEW,
         known: bool = True,
-        facts: InMemory | str | Path | None = None,
     ) -> Any: ...
 
     def predict(
@@ -88,7 +73,6 @@ class Answering:
         tail: Any = None,
         k: int = FEW,
         known: bool = True,
-        facts: InMemory | str | Path | None = None,
     ) -> Any:
         """Return the best answers to triples with one missing part, best first.
 
@@ -106,8 +90,6 @@ class Answering:
             k: The number of answers per query.
             known: Whether to list answers that the data already holds. Listed ones are marked
                 with their split.
-            facts: Triples of new entities, which the query may then name: a file in any format,
-                or triples of labels. Each has one entity that the model has; see ``fold_in``.
 
         Returns:
             The answers to one query with rank, label, score, split and probability. For many, a
@@ -122,62 +104,8 @@ class Answering:
             UnknownLabelError: A label is not in the data; the message has close matches.
             IndexError: An id is out of range.
         """
-        model, query = self._with(facts), (head, relation, tail)
-        choice = Choice(k, known_answers(model, known))
-        if any(map(is_many, query)):
-            parts = dict(zip(PARTS, query, strict=True))
-            return answer_table(model, parts, choice, self.columns)
-        missing = missing_part(query)
-        lookups = model.entity_ids, model.relation_ids, model.entity_ids
-        ids = [
-            0 if part is None else int(ids_of(part))
-            for part, ids_of in zip(query, lookups, strict=True)
-        ]
-        if facts is not None and max(ids[0], ids[2]) < model.num_entities:
-            raise ConfigError(UNUSED_FACTS)
-        return predictions(model, missing, torch.tensor([ids]), choice)[0]
-
-    def _with(self, facts: InMemory | str | Path | None) -> TrainedModel:
-        """Return the model, with the new entities of facts if there are any. Collective."""
-        if facts is None:
-            return self.model
-        from kge_torchrec.answers.fold_in import fold_in  # loads readers and losses
-
-        return fold_in(self.model, facts)
-
-    def answer_file(
-        self,
-        path: str | Path,
-        output: str | Path | None = None,
-        format: str = "tsv",
-        k: int = FEW,
-        known: bool = True,
-        names: str | Path | None = None,
-        facts: InMemory | str | Path | None = None,
-    ) -> FileReport:
-        """Answer a file of queries line by line and write the answers to another file.
-
-        Args:
-            path: The queries. Each line has head, relation and tail, separated by tabs, with ? for
-                the missing part.
-            output: The file to write; None prints.
-            format: "table", "tsv", "json" (one object per line) or "parquet".
-            k: The number of answers per query.
-            known: Whether to list known answers; see ``predict``.
-            names: A file of labels and readable names, which are written beside the labels.
-            facts: Triples of new entities; see ``predict``.
-
-        Returns:
-            Counts of answered lines and written rows, and the lines without an answer, each with
-            its number and the reason.
-
-        Raises:
-            DataError: The file cannot be read.
-            OSError: The answers cannot be written. No output file is left behind.
-        """
-        model = self._with(facts)
-        choice = Choice(k, known_answers(model, known))
-        return answer_file(model, path, choice, output, format, names=names)
+        choice = Choice(k, None if known else self.model.known)
+        return _answers(self.model, (head, relation, tail), choice)
 
     @overload
     def recommend(
@@ -188,7 +116,6 @@ class Answering:
         exclude_known: bool = False,
         candidates: str | Path = "seen",
         novelty: float = 0.0,
-        facts: InMemory | str | Path | None = None,
     ) -> list[Prediction]: ...
 
     @overload
@@ -200,7 +127,6 @@ class Answering:
         exclude_known: bool = False,
         candidates: str | Path = "seen",
         novelty: float = 0.0,
-        facts: InMemory | str | Path | None = None,
     ) -> Any: ...
 
     def recommend(
@@ -211,7 +137,6 @@ class Answering:
         exclude_known: bool = False,
         candidates: str | Path = "seen",
         novelty: float = 0.0,
-        facts: InMemory | str | Path | None = None,
     ) -> Any:
         """Return the best tails of (head, relation, ?) without the head itself, best first.
 
@@ -225,7 +150,6 @@ class Answering:
                 relation. "all". Otherwise a file of labels, one per line.
             novelty: Moves rare and new tails up: answers come in order of their score minus
                 novelty * log(1 + training triples of the relation with this tail). 0: off.
-            facts: Triples of new heads, such as what a new user has visited; see ``predict``.
 
         Returns:
             The answers in the form of ``predict``.
@@ -235,84 +159,30 @@ class Answering:
             DataError: The file of candidates cannot be read, or has an unknown label.
             UnknownLabelError: A label is not in the data; the message has close matches.
         """
-        model = self._with(facts)
-        choice = recommended(model, k, exclude_known, candidates, novelty)
-        if is_many(head):
-            parts = {"head": head, "relation": relation, "tail": None}
-            return answer_table(model, parts, choice, self.columns, "tail")
-        if relation is None:
+        if relation is None and not is_table(head):
             raise ConfigError("recommend: name the relation, such as visits")
-        ids = [int(model.entity_ids(head)), int(model.relation_ids(relation)), 0]
-        if facts is not None and ids[0] < model.num_entities:
-            raise ConfigError(UNUSED_FACTS)
-        return predictions(model, "tail", torch.tensor([ids]), choice)[0]
+        choice = recommended(self.model, k, exclude_known, candidates, novelty)
+        return _answers(self.model, (head, relation, None), choice, "tail")
 
-    def recommend_file(
-        self,
-        path: str | Path,
-        relation: str,
-        output: str | Path | None = None,
-        format: str = "tsv",
-        k: int = 10,
-        exclude_known: bool = False,
-        candidates: str | Path = "seen",
-        names: str | Path | None = None,
-        novelty: float = 0.0,
-        facts: InMemory | str | Path | None = None,
-    ) -> FileReport:
-        """Recommend tails to each head of a file, and write them to another file.
+    def fold_in(self, facts: InMemory | str | Path) -> AnsweringModel:
+        """Return a model that also answers queries about new entities, from facts about them.
+
+        Nothing is trained: the row of each new entity is solved against the table, in milliseconds.
 
         Args:
-            path: The heads, one label per line.
-            relation: Label of the relation.
-            output: The file to write; None prints.
-            format: "table", "tsv", "json" (one object per line) or "parquet".
-            k: The number of answers per head.
-            exclude_known: See ``recommend``.
-            candidates: See ``recommend``.
-            names: See ``answer_file``.
-            novelty: See ``recommend``.
-            facts: See ``recommend``.
-
-        Returns:
-            The same report as ``answer_file``.
+            facts: Triples, each with one entity that the model has and a new one: a file in any
+                format, or triples of labels.
 
         Raises:
-            DataError: A file cannot be read.
-            UnknownLabelError: The relation is not in the data; the message has close matches.
-            OSError: The answers cannot be written. No output file is left behind.
+            DataError: A fact has no new entity, two of them, or an unknown relation; or no type of
+                entity has all facts of a new one.
+            KGEError: The model does not say how it was trained.
         """
-        model = self._with(facts)
-        model.relation_ids(relation)
-        choice = recommended(model, k, exclude_known, candidates, novelty)
-        return answer_file(model, path, choice, output, format, relation, names)
+        from kge_torchrec.answers.fold_in import fold_in  # loads readers and losses
 
-    def score_file(
-        self,
-        path: str | Path,
-        output: str | Path | None = None,
-        format: str = "tsv",
-        side: Side = "tail",
-        names: str | Path | None = None,
-    ) -> FileReport:
-        """Score each line of a file of triples and write the scores to another file.
-
-        Args:
-            path: The triples, in the format of ``answer_file`` without a missing part.
-            output: The file to write; None prints.
-            format: "table", "tsv", "json" or "parquet".
-            side: The missing side of the queries; see ``score``.
-            names: See ``answer_file``.
-
-        Returns:
-            The same report as ``answer_file``.
-
-        Raises:
-            DataError: The file cannot be read.
-            OSError: The scores cannot be written. No output file is left behind.
-        """
-        check_side(side)
-        return score_file(self.model, path, side, output, format, names)
+        folded = AnsweringModel.__new__(AnsweringModel)
+        folded.__dict__.update(vars(fold_in(self.model, facts)))
+        return folded
 
     def score(self, triples: InMemory, side: Side = "tail") -> Any:
         """Return the scores of triples, bit for bit the same as in ``predict``.
@@ -335,7 +205,9 @@ class Answering:
         """
         check_side(side)
         if is_table(triples):
-            return score_table(self.model, triples, side, self.columns)
+            rows_of = partial(score_rows, self.model, side)
+            batches = triples_in(self.model, triples)
+            return table_of(self.model, batches, rows_of, triples, "triples")
         return self.model.scores(self.model.triple_ids(triples), side).tolist()
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
@@ -369,7 +241,35 @@ class AnsweringModel(Answering, TrainedModel):
         """The model itself."""
         return self
 
-    @property
-    def columns(self) -> Columns:
-        """The columns of a table of triples, by the config of the run that was exported."""
-        return columns_of(DataConfig(**self.description.get("data", {})), False)
+
+def is_table(value: Any) -> bool:
+    """Return whether a value is an Arrow table or a data frame, such as of pandas or polars."""
+    return hasattr(value, "__arrow_c_stream__") and hasattr(value, "columns")
+
+
+def _answers(
+    model: TrainedModel, query: tuple[Any, Any, Any], choice: Choice, missing: Part | None = None
+) -> Any:
+    """Return the answers to one query, or a table of those to many. Collective.
+
+    Args:
+        model: The model.
+        query: Head, relation and tail: a label or an id, many, or None for the missing part. A
+            table as the head has the parts that its columns stand for.
+        choice: The answers to list.
+        missing: The part that is found, whatever columns a table has.
+    """
+    rows_of, head = partial(answer_rows, model, choice), query[0]
+    if is_table(head):
+        return table_of(model, queries_in(model, *query, missing), rows_of, head, "queries")
+    if any(map(np.ndim, (part for part in query if part is not None))):
+        like = next(part for part in query if np.ndim(part))
+        batches = from_lists(model, dict(zip(PARTS, query, strict=True)))
+        return table_of(model, batches, rows_of, like, "queries")
+    part = missing_part(query)
+    lookups = model.entity_ids, model.relation_ids, model.entity_ids
+    ids = [
+        0 if label is None else int(ids_of(label))
+        for label, ids_of in zip(query, lookups, strict=True)
+    ]
+    return predictions(model, part, np.array([ids]), choice)[0]

@@ -25,19 +25,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from kge_torchrec import files
 from kge_torchrec.answers.queries import PARTS, Choice, Part, are_known, best
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.data import SPLITS
+from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_model import TrainedModel
 
 FILE = "calibration.json"
-BOTH = "both"  # key of the common curve, used if head and tail query give the same score
 TIE = 1e-6  # largest difference of probabilities inside one step of an isotonic curve
 BINS = 15  # bins of the expected calibration error, the default of Guo et al. 2017
 STEPS_FROM = 1000  # answers from which a curve is isotonic; a sigmoid needs fewer
@@ -81,8 +79,7 @@ class Calibration:
     """The curves of a run.
 
     Attributes:
-        curves: One curve per missing part ("head", "relation", "tail"). ``BOTH`` replaces
-            head and tail if a triple has one score.
+        curves: The common curve of each missing part ("head", "relation", "tail").
         own: Curves of relations, by missing part and id.
         step: The training steps of the calibrated checkpoint.
         data: The fingerprint of the triples.
@@ -97,11 +94,10 @@ class Calibration:
 
     def probabilities(self, scores: np.ndarray, missing: str, relations: np.ndarray) -> np.ndarray:
         """Return the probabilities (M,) of the scores (M,) of answers; see ``TrainedModel``."""
-        keys = (missing, "tail", BOTH)  # relations have no curve if all answers have one label
-        part = next((key for key in keys if key in self.curves), "")
-        found = self.curves.get(part, Curve()).at(scores)
+        # Relations have no curve if all their answers have one label.
+        found = self.curves.get(missing, self.curves["tail"]).at(scores)
         # The answers to a query that misses the relation have several, so one curve orders them.
-        for relation, curve in self.own.get(part, {}).items() if missing != "relation" else ():
+        for relation, curve in self.own.get(missing, {}).items():
             chosen = relations == relation
             found[chosen] = curve.at(scores[chosen])
         return found
@@ -223,17 +219,20 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -
     valid: dict[str, Listed] = {
         part: listed(model, "valid", part, top, limit, 2 * seed) for part in PARTS
     }
-    if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
-        valid = {BOTH: Listed.merged([valid.pop("head"), valid.pop("tail")]), **valid}
 
     @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
-        curves, own = {}, {}
-        for part, answers in valid.items():
-            if part != "relation":
-                curves[part], own[part] = fit_by_relation(answers, seed)
-            elif is_mixed(answers.labels):
-                curves[part] = fit(answers.scores, answers.labels)
+        curves: dict[str, Curve] = {}
+        own: dict[str, dict[int, Curve]] = {}
+        if model.scorer.reciprocal:
+            for side in SIDES:
+                curves[side], own[side] = fit_by_relation(valid[side], seed)
+        else:  # head and tail query give the same score
+            both = fit_by_relation(Listed.merged([valid[side] for side in SIDES]), seed)
+            for side in SIDES:
+                curves[side], own[side] = both
+        if is_mixed(valid["relation"].labels):
+            curves["relation"] = fit(valid["relation"].scores, valid["relation"].labels)
         about: dict[str, Any] = {
             "top": top, "limit": limit, "seed": seed,
             "valid_queries": sum(len(np.unique(x.queries)) for x in valid.values()),
@@ -356,7 +355,7 @@ def listed(
     with model.bar(len(queries), f"{split}: {missing}s", "query") as bar:
         for first in range(0, len(queries), QUERIES):
             batch = queries[first : first + QUERIES]
-            scores, ids = (x.numpy() for x in best(model, missing, torch.from_numpy(batch), choice))
+            scores, ids = (x.numpy() for x in best(model, missing, batch, choice))
             row, column = ((ids >= 0) & np.isfinite(scores)).nonzero()
             answers, is_true = ids[row, column], are_known(own, missing, batch, ids)[row, column]
             relations = answers if missing == "relation" else batch[row, 1]

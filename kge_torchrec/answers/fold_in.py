@@ -191,11 +191,11 @@ def solved(model: TrainedModel, config: Config, facts: Facts) -> Tensor:
     def solve() -> Tensor:
         with scoring(scorer):
             trained = [own for own in asked if own and own.side in sides]
-            losses = [_as_anchor(objective, own, config) for own in trained]
+            losses = [_loss_of(objective, own, config, True) for own in trained]
             trained = [own for own in answered if own and own.side in sides]
-            losses += [_as_answer(objective, own) for own in trained]
+            losses += [_loss_of(objective, own, config, False) for own in trained]
             start = _start(scorer, [own for own in answered if own], similar)
-            return _descended(start, losses, similar.square().mean().sqrt()).cpu()
+            return _descended(start, losses, float(similar.square().mean().sqrt())).cpu()
 
     return on_first_rank(model.processes, solve)
 
@@ -268,77 +268,48 @@ def _start(scorer: Scorer, answers: Sequence[_Queries], similar: Tensor) -> Tens
     return similar[best].mean(0)
 
 
-def _as_anchor(objective: Objective, facts: _Queries, config: Config) -> Loss:
-    """Return the loss of the queries whose known entity is the new one."""
+def _loss_of(objective: Objective, facts: _Queries, config: Config, asks: bool) -> Loss:
+    """Return the loss of queries that the new entity asks, or that it answers."""
     scorer, relation, query, mask = objective.scorer, facts.relation, None, facts.mask
-    if config.negatives.examples == "queries":  # the facts of a relation are answers of one query
+    if asks and config.negatives.examples == "queries":  # facts of a relation answer one query
         relation, query = relation.unique(return_inverse=True)
         first = (query == torch.arange(len(relation), device=query.device)[:, None]).int().argmax(1)
         mask = mask[first]
     weight = 1.0 if query is None or not config.loss.sums_answers else query.bincount()
 
     def loss(row: Tensor) -> Tensor:
-        encoded = each = scorer.encode(row.expand(1, len(relation), -1), relation[None], facts.side)
+        rows = row.expand_as(facts.others)
+        anchor, answer = (rows, facts.others) if asks else (facts.others, rows)
+        encoded = each = scorer.encode(anchor[None, : len(relation)], relation[None], facts.side)
         if query is not None:
             each = tree_map_only(Tensor, lambda part: part.index_select(1, query), encoded)
-        positive = scorer.pairs(each, facts.others[None])[0]
+        positive = scorer.pairs(each, answer[None])[0]
         negative = scorer.matrix(encoded, facts.candidates[None], exact=False)[0] + facts.shift
-        losses = _losses(objective, positive, query, negative, mask) * weight
-        rows = row.expand_as(facts.others), facts.others
-        penalty = objective.regularizers.of_entities(scorer, row) * len(relation)
-        return losses.sum() + penalty + _of_triples(objective, rows[0], facts, rows[1])
+        kept = (negative, mask)
+        if objective.hardest:
+            kept = hardest(negative, mask, objective.hardest)
+        total = (objective.loss(positive, query, *kept) * weight).sum()
+        total = total + objective.regularizers.of_entities(scorer, row) * len(relation)
+        triples = anchor[None], facts.relation[None], answer[None], facts.side
+        total = total + objective.regularizers.of_triples(scorer, *triples).sum()
+        if objective.relation_weight:
+            predicted = relation_prediction(scorer, *triples)
+            total = total + objective.relation_weight * predicted.sum()
+        return total
 
     return loss
 
 
-def _as_answer(objective: Objective, facts: _Queries) -> Loss:
-    """Return the loss of the queries whose answer is the new entity; only its score changes."""
-    scorer, query = objective.scorer, facts.others[None]
-    encoded = scorer.encode(query, facts.relation[None], facts.side)
-    negative = scorer.matrix(encoded, facts.candidates[None], exact=False)[0] + facts.shift
-
-    def loss(row: Tensor) -> Tensor:
-        rows = row.expand_as(facts.others)
-        positive = scorer.pairs(encoded, rows[None])[0]
-        losses = _losses(objective, positive, None, negative, facts.mask)
-        penalty = objective.regularizers.of_entities(scorer, row) * len(rows)
-        return losses.sum() + penalty + _of_triples(objective, facts.others, facts, rows)
-
-    return loss
-
-
-def _losses(
-    objective: Objective, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
-) -> Tensor:
-    if objective.hardest:
-        negative, mask = hardest(negative, mask, objective.hardest)
-    losses: Tensor = objective.loss(positive, query, negative, mask)
-    return losses
-
-
-def _of_triples(objective: Objective, anchor: Tensor, facts: _Queries, answer: Tensor) -> Tensor:
-    """Return the parts of the loss that take whole triples."""
-    triples = anchor[None], facts.relation[None], answer[None], facts.side
-    total = objective.regularizers.of_triples(objective.scorer, *triples).sum()
-    if objective.relation_weight:
-        predicted = relation_prediction(objective.scorer, *triples)
-        total = total + objective.relation_weight * predicted.sum()
-    return total
-
-
-def _descended(row: Tensor, losses: Sequence[Loss], scale: Tensor) -> Tensor:
+def _descended(start: Tensor, losses: Sequence[Loss], scale: float) -> Tensor:
     """Return the row (D,) after ``STEPS`` of Adam, whose first one is ``RATE`` times ``scale``."""
-    mean, square = torch.zeros_like(row), torch.zeros_like(row)
+    row = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([row], betas=DECAYS, eps=torch.finfo(row.dtype).tiny)
     for step in range(STEPS):
-        row = row.detach().requires_grad_()
+        optimizer.param_groups[0]["lr"] = RATE * scale * (1 - step / STEPS)
         with torch.enable_grad():
             total = torch.stack([loss(row) for loss in losses]).sum()
-            (gradient,) = torch.autograd.grad(total, row)
-        mean.lerp_(gradient, 1 - DECAYS[0])
-        square.lerp_(gradient.square(), 1 - DECAYS[1])
-        size = (square / (1 - DECAYS[1] ** (step + 1))).sqrt() + torch.finfo(row.dtype).tiny
-        rate = RATE * (1 - step / STEPS) / (1 - DECAYS[0] ** (step + 1))
-        row = row - rate * scale * mean / size
+            (row.grad,) = torch.autograd.grad(total, row)  # and none of the scorer
+        optimizer.step()
     return row.detach()
 
 

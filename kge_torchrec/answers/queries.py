@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.sort import chunks
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
 from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.blocks import score_block, scoring
+from kge_torchrec.ranking.blocks import ModelScores, Queries, score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates, ListedCandidates
-from kge_torchrec.ranking.novelty import Novelty
-from kge_torchrec.ranking.search import Queries, allowed_scores, columns, top_k
+from kge_torchrec.ranking.search import columns, top_k
 from kge_torchrec.trained_model import Label, TrainedModel
 
 Part = Literal["head", "relation", "tail"]
 PARTS: tuple[Part, ...] = ("head", "relation", "tail")
 FEW = 10  # the default number of answers
 RELATIONS = 256  # relations per block of scores of an entity pair
-HEADS = 512  # heads per batch of new links
+HEADS = 512  # heads per batch of new links, at most
+LINKS = 1 << 24  # links per batch, at most
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,16 @@ class Choice:
     k: int = FEW  # the number of answers per query
     exclude: FilterIndex | None = None  # known answers to leave out
     only: Candidates | None = None  # the entities that may be answers; None: all
+    left_out: np.ndarray | None = None  # (M,) int64, entities that are no answers
     itself: bool = True  # whether the known entity of a query may be an answer
-    novelty: Novelty | None = None  # what popular answers lose in the order
+    novelty: float = 0.0  # see ``TrainedModel.best``
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
 
 
-def known_answers(model: TrainedModel, lists_known: bool) -> FilterIndex | None:
-    """Return the answers to leave out: None, or all that the data holds."""
-    return None if lists_known else model.known
-
-
 def recommended(
-    model: TrainedModel,
-    k: int,
-    exclude_known: bool,
-    candidates: str | Path,
-    novelty: float = 0.0,
+    model: TrainedModel, k: int, exclude_known: bool, candidates: str | Path, novelty: float = 0.0
 ) -> Choice:
     """Return the answers to recommend; see ``Answering.recommend``. Collective."""
     if candidates in ("seen", "all"):
@@ -104,8 +96,8 @@ def recommended(
     else:
         ids = on_first_rank(model.processes, lambda: _ids_in(Path(candidates), model))
         only = ListedCandidates(ids)
-    exclude = known_answers(model, not exclude_known)
-    return Choice(k, exclude, only, itself=False, novelty=model.novelty(novelty))
+    exclude = model.known if exclude_known else None
+    return Choice(k, exclude, only, itself=False, novelty=novelty)
 
 
 def _ids_in(path: Path, model: TrainedModel) -> np.ndarray:
@@ -137,31 +129,48 @@ def missing_part(query: Sequence[Label | None]) -> Part:
     return missing[0]
 
 
-def predictions(
-    model: TrainedModel, missing: Part, queries: Tensor, choice: Choice
-) -> list[list[Prediction]]:
-    """Return the answers of ``best`` with labels, splits and probabilities. Collective."""
+class Answered(NamedTuple):
+    """The M answers to some queries, those of a query best first."""
+
+    query: np.ndarray  # (M,) int64, the place of the query
+    rank: np.ndarray  # (M,) int64, from 1
+    triples: np.ndarray  # (M, 3) int64, the completed queries
+    scores: np.ndarray  # (M,) float32
+    known: np.ndarray  # (M,) the split that holds the triple, or None
+
+
+def answered(model: TrainedModel, missing: Part, queries: np.ndarray, choice: Choice) -> Answered:
+    """Return the answers of ``best`` to queries (B, 3), with their splits. Collective."""
     scores, ids = (found.numpy() for found in best(model, missing, queries, choice))
-    is_listed = ids >= 0
+    query, column = (ids >= 0).nonzero()
+    triples = queries[query]
+    triples[:, PARTS.index(missing)] = ids[query, column]
+    known = splits(model, missing, queries, ids)[query, column]
+    return Answered(query, column + 1, triples, scores[query, column], known)
+
+
+def predictions(
+    model: TrainedModel, missing: Part, queries: np.ndarray, choice: Choice
+) -> list[list[Prediction]]:
+    """Return the answers to queries (B, 3) with labels and probabilities. Collective."""
+    found = answered(model, missing, queries, choice)
     vocabulary = model.relation_labels if missing == "relation" else model.entity_labels
-    query, column = is_listed.nonzero()
-    relations = ids[is_listed] if missing == "relation" else queries.numpy()[query, 1]
     values = zip(
-        (column + 1).tolist(),
-        vocabulary.labels(ids[is_listed]),
-        scores[is_listed].tolist(),
-        splits(model, missing, queries.numpy(), ids)[is_listed].tolist(),
-        model.probabilities(scores[is_listed], missing, relations),
+        found.rank.tolist(),
+        vocabulary.labels(found.triples[:, PARTS.index(missing)]),
+        found.scores.tolist(),
+        found.known.tolist(),
+        model.probabilities(found.scores, missing, found.triples[:, 1]),
         strict=True,
     )
     answers: list[list[Prediction]] = [[] for _ in queries]
-    for number, answer in zip(query.tolist(), values, strict=True):
+    for number, answer in zip(found.query.tolist(), values, strict=True):
         answers[number].append(Prediction(*answer))
     return answers
 
 
 def best(
-    model: TrainedModel, missing: Part, queries: Tensor, choice: Choice
+    model: TrainedModel, missing: Part, queries: np.ndarray, choice: Choice
 ) -> tuple[Tensor, Tensor]:
     """Return the best answers to queries that miss the same part. Collective.
 
@@ -183,25 +192,34 @@ def best(
     """
     if missing == "relation":
         return _best_relations(model, queries, choice)
-    only, left_out = choice.only, []
+    only = choice.only
     if model.ends is not None:
-        model.ends.check(missing, queries.numpy())
+        model.ends.check(missing, queries)
         only = model.ends if only is None else only
-    anchors, relations = queries[:, columns(missing)[0]], queries[:, 1]
+    anchor, answer = columns(missing)
+    anchors, relations = queries[:, anchor], queries[:, 1]
+    left_out = []
+    if choice.left_out is not None:  # the same entities for every query
+        ids = np.unique(choice.left_out)
+        ends = np.zeros(len(queries), np.int64), np.full(len(queries), len(ids))
+        left_out.append(Answers(len(queries), [Ranges(ids, *ends)]))
     if not choice.itself:
-        left_out.append(Answers.single(anchors.numpy()))
+        left_out.append(Answers.single(anchors))
     if choice.exclude is not None:
-        left_out.append(choice.exclude.answers(missing, anchors.numpy(), relations.numpy()))
-    asked = Queries(anchors, relations, missing, only, choice.novelty)
-    scores, ids = model.best(asked, choice.k, Answers.merged(left_out) if left_out else None)
-    if choice.novelty is not None:  # it changes the order, and the scores stay those of the model
-        triples = queries.repeat_interleave(ids.shape[1], 0)
-        triples[:, columns(missing)[1]] = ids.flatten().clamp(min=0)
-        scores = model.scores(triples, missing).view(ids.shape).masked_fill(ids < 0, -torch.inf)
-    return scores, ids
+        left_out.append(choice.exclude.answers(missing, anchors, relations))
+    asked = Queries(torch.from_numpy(anchors), torch.from_numpy(relations), missing, only)
+    exclude = Answers.merged(left_out) if left_out else None
+    scores, found = model.best(asked, choice.k, exclude, choice.novelty)
+    if choice.novelty:  # it changes the order, and the scores stay those of the model
+        triples = torch.from_numpy(queries).repeat_interleave(found.shape[1], 0)
+        triples[:, answer] = found.flatten().clamp(min=0)
+        scores = model.scores(triples, missing).view(found.shape).masked_fill(found < 0, -torch.inf)
+    return scores, found
 
 
-def _best_relations(model: TrainedModel, queries: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def _best_relations(
+    model: TrainedModel, queries: np.ndarray, choice: Choice
+) -> tuple[Tensor, Tensor]:
     """Return the best relations of (h, ?, t); their scores are bit for bit ``model.scores``."""
     device, scorer = model.shard.device, model.scorer
     every = torch.arange(model.num_relations, device=device).split(RELATIONS)
@@ -251,9 +269,9 @@ def new_links(
 ) -> list[Link]:
     """Return the best triples of a relation that no split holds; see ``Run.new_links``. Collective.
 
-    Heads come in batches and tails in blocks, so memory holds one block of scores and the results.
-    All pairs of candidates are scored as tail queries. Equal scores come in order of head, then
-    tail; scores of NaN and minus infinity are left out.
+    Heads come in batches; the k best links are among the k best of each head. All pairs of
+    candidates are scored as tail queries. Equal scores come in order of head, then tail; scores of
+    NaN and minus infinity are left out.
     """
     at_least("k", k, 1)
     one_of("candidates", candidates, ("all", "seen"))
@@ -266,25 +284,20 @@ def new_links(
         heads = heads[np.concatenate(some)]
     # The k best so far, best first; a pair is head * N + tail.
     scores, pairs = np.empty(0, np.float32), np.empty(0, np.int64)
-    with scoring(model.scorer), model.bar(len(heads), "pairs of all heads", "head") as bar:
-        for batch in torch.from_numpy(heads).split(HEADS):
+    size = max(1, min(HEADS, LINKS // min(k, model.num_entities)))
+    with model.bar(len(heads), "pairs of all heads", "head") as bar:
+        for batch in torch.from_numpy(heads).split(size):
             queries = Queries(batch, torch.full_like(batch, number), "tail", only)
             exclude = known.answers("tail", batch.numpy(), queries.relations.numpy())
             if not loops:
                 exclude = Answers.merged([exclude, Answers.single(batch.numpy())])
-            blocks = allowed_scores(model.scorer, model.shard, queries, exclude, nan_is_best=False)
-            for first, block in blocks:
-                least = float(scores[-1]) if len(scores) == k else _kth(block, k)
-                row, column = (block >= least).nonzero(as_tuple=True)
-                if not len(row):
-                    continue  # most blocks of a large k, whose sort takes long
-                own = batch[row.cpu()] * model.num_entities + first + column.cpu()
-                scores = np.append(scores, block[row, column].cpu().numpy())
-                scores, pairs = _best_pairs(scores, np.append(pairs, own.numpy()), k)
+            found, tails = (x.numpy() for x in model.best(queries, k, exclude))
+            row, column = (found > (scores[-1] if len(scores) == k else -np.inf)).nonzero()
+            scores = np.append(scores, found[row, column])
+            pairs = np.append(pairs, batch.numpy()[row] * model.num_entities + tails[row, column])
+            order = np.lexsort((pairs, -scores))[:k]
+            scores, pairs = scores[order], pairs[order]
             bar.update(len(batch))
-    of_ranks = zip(*model.processes.gather((scores, pairs)), strict=True)
-    scores, pairs = (np.concatenate(column) for column in of_ranks)
-    scores, pairs = _best_pairs(scores, pairs, k)
     links = zip(
         model.entity_labels.labels(pairs // model.num_entities),
         model.relation_labels.labels([number] * len(pairs)),
@@ -294,20 +307,6 @@ def new_links(
         strict=True,
     )
     return [Link(rank, *link) for rank, link in enumerate(links, 1)]
-
-
-def _kth(block: Tensor, k: int) -> float:
-    """Return the k-th best score of a block, or the least finite score; NaN is no score."""
-    least = torch.finfo(torch.float32).min
-    if block.numel() <= k:
-        return least
-    scores = block.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return max(least, float(scores.view(-1).topk(k).values[-1]))
-
-
-def _best_pairs(scores: np.ndarray, pairs: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    order = np.lexsort((pairs, -scores))[:k]
-    return scores[order], pairs[order]
 
 
 MEANINGS = {
@@ -361,7 +360,7 @@ def nearest(model: TrainedModel, entities: Tensor, k: int) -> list[list[Neighbou
     at_least("k", k, 1)
     similarity, itself = EntitySimilarity(model.scorer), Answers.single(entities.numpy())
     queries, k = Queries(entities, torch.zeros_like(entities), "tail"), min(k, model.num_entities)
-    found = top_k(similarity, model.shard, queries, k, itself)  # type: ignore[arg-type]
+    found = top_k(ModelScores(similarity, model.shard), queries, k, itself)  # type: ignore[arg-type]
     results = []
     for scores, ids in zip(*(part.cpu() for part in found), strict=True):
         labels = model.entity_labels.labels(ids[ids >= 0].numpy())

@@ -17,7 +17,7 @@ from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
     from kge_torchrec.answers import AnsweringModel
-    from kge_torchrec.answers.files import FileReport
+    from kge_torchrec.answers.bulk import FileReport
     from kge_torchrec.config import Config
     from kge_torchrec.trained_run import Run
 
@@ -50,7 +50,7 @@ def write_records(
     """Print instances of a dataclass, or write them to the file ``output``."""
     if not is_first_rank():
         return
-    from kge_torchrec.answers.files import record_rows, written
+    from kge_torchrec.answers.output import record_rows, written
 
     with written(format, output, names) as write:
         write(record_rows(records, kind))

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import (
     Count,
@@ -21,6 +21,10 @@ from kge_torchrec.commands import (
 )
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced
+
+if TYPE_CHECKING:
+    from kge_torchrec.answers import AnsweringModel
+    from kge_torchrec.trained_run import Run
 
 
 def predict(
@@ -73,7 +77,12 @@ def predict(
                 "predict takes --queries or the parts of one query, not both; leave one out"
             )
         with answering(run) as trained:
-            report = trained.answer_file(queries, output, format, top, not new, names, facts)
+            from kge_torchrec.answers.bulk import answer_file
+            from kge_torchrec.answers.queries import Choice
+
+            model = _with_facts(trained, facts).model
+            choice = Choice(top, model.known if new else None)
+            report = answer_file(model, queries, choice, output, format, names=names)
         return print_problems(report, queries)
     if link is not None:
         with opened(run) as trained:
@@ -89,10 +98,26 @@ def predict(
             "predict takes two of --head, --relation and --tail, or only --relation, or --queries"
         )
     with answering(run) as trained, announced("answering"):
-        answers = trained.predict(head, relation, tail, top, not new, facts)
+        asked = _with_facts(trained, facts, head, tail)
+        answers = asked.predict(head, relation, tail, top, not new)
     query = {"head": head, "relation": relation, "tail": tail}
     _print(query, answers, format, output, names)
     return 0
+
+
+def _with_facts(
+    trained: Run | AnsweringModel, facts: str | None, *labels: str | None
+) -> Run | AnsweringModel:
+    """Return what answers, with the new entities of facts; one of the ``labels`` must be new."""
+    if facts is None:
+        return trained
+    folded = trained.fold_in(facts)
+    ids = [int(folded.entity_ids(label)) for label in labels if label is not None]
+    if ids and max(ids) < folded.num_entities:
+        from kge_torchrec.answers.bulk import UNUSED_FACTS
+
+        raise ConfigError(UNUSED_FACTS)
+    return folded
 
 
 def _print(
@@ -113,7 +138,7 @@ def _print(
             if row["probability"] is None:
                 del row["probability"]
         if names is not None:
-            from kge_torchrec.answers.files import names_by_label
+            from kge_torchrec.answers.output import names_by_label
 
             named = names_by_label(names)
             rows = [{**row, "name": named.get(row["label"], "")} for row in rows]
@@ -161,26 +186,18 @@ def recommend(
             what = {"all": "all entities", "seen": "tails of the relation in train"}
             named = what.get(candidates, f"the entities of {candidates}")
             print(f"candidates: {named}", file=sys.stderr)
+        asked = _with_facts(trained, head_facts, head)
         if head is not None:
-            answers = trained.recommend(
-                head, relation, top, exclude_known, candidates, novelty, head_facts
-            )
+            answers = asked.recommend(head, relation, top, exclude_known, candidates, novelty)
             _print({"head": head, "relation": relation}, answers, format, output, names)
             return 0
         assert heads is not None
+        from kge_torchrec.answers.bulk import answer_file
+        from kge_torchrec.answers.queries import recommended
+
         start = time.perf_counter()
-        report = trained.recommend_file(
-            heads,
-            relation,
-            output,
-            format,
-            top,
-            exclude_known=exclude_known,
-            candidates=candidates,
-            names=names,
-            novelty=novelty,
-            facts=head_facts,
-        )
+        choice = recommended(asked.model, top, exclude_known, candidates, novelty)
+        report = answer_file(asked.model, heads, choice, output, format, relation, names)
         seconds = time.perf_counter() - start
     if is_first_rank() and output is not None:
         speed = f"{report.answered / seconds:,.0f} heads/s"
@@ -207,7 +224,9 @@ def score(
         side: missing side of the queries; with reciprocal relations the two scores differ
     """
     with answering(run) as trained:
-        report = trained.score_file(triples, output, format, side, names)
+        from kge_torchrec.answers.bulk import score_file
+
+        report = score_file(trained.model, triples, side, output, format, names)
     return print_problems(report, triples)
 
 

@@ -47,10 +47,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     max_k: Count = 1000,
-    max_body: Annotated[int, "BYTES", "positive"] = 1 << 20,
     allow_host: Annotated[Repeated[str], "NAME"] = (),
     names: File | None = None,
-    access_log: bool = False,
 ) -> int:
     """Answer queries about a run over HTTP.
 
@@ -59,11 +57,9 @@ def serve(
         host: address to listen on (127.0.0.1: only this machine); there is no password
         port: port to listen on; 0: any free port
         max_k: most answers per request
-        max_body: largest request
         allow_host: also accept requests for this host name; * accepts every name; may be repeated
             (default: --host, localhost, 127.0.0.1 and ::1)
         names: file of labels and readable names, which replies have beside the labels
-        access_log: print one line per request; the log has no size limit
     """
     if not (Path(run) / "config.json").is_file():  # a run, not an export
         config_of(run)
@@ -75,10 +71,8 @@ def serve(
         host,
         port,
         max_k,
-        max_body,
         lambda text: print(text, flush=True),
         allow_hosts=allow_host,
-        access_log=access_log,
         names=names,
     )
     return 0

@@ -25,9 +25,8 @@ from kge_torchrec.kernels.comparisons import (
     Shifted,
     WithBiases,
 )
-from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.models.scorers import SIDES, Scorer
 from kge_torchrec.models.scorers.operators import OperatedRows
-from kge_torchrec.ranking.candidates import SeenCandidates
 from kge_torchrec.trained_model import TrainedModel
 
 CHUNK = 1 << 16  # queries encoded at once
@@ -116,10 +115,9 @@ def write_vectors(folder: Path, model: TrainedModel, relation: str | None) -> di
     if relation is not None:
         number = int(model.relation_ids(relation))
         relations = range(number, number + 1)
-    in_train = SeenCandidates(model.store, model.shard.row_range)
     about: list[dict[str, Any]] = []
     for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
-        queries, items = in_train.entities("head", number), in_train.entities("tail", number)
+        queries, items = (model.frequencies.pairs(side, number)[0] for side in SIDES)
         vectors = _items(model, items)
         own = folder / f"{number}"
         own.mkdir()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,57 +79,81 @@ def _block_scores(
     return scores
 
 
-def triple_scores(scorer: Scorer, shard: EntityShard, triples: Tensor, side: Side) -> Tensor:
-    """Return the scores (T,) float32 of triples, bit for bit those of ``local_scores``. Collective.
+class Queries(NamedTuple):
+    """Queries of one side, such as (anchor, relation, ?) for "tail"."""
+
+    anchors: Tensor  # (B,) int64, the known entities
+    relations: Tensor  # (B,) int64
+    side: Side  # the missing side
+    only: Candidates | None = None  # the entities that may be answers; None: all
+
+
+class Scores:
+    """Scores of entities as answers to queries: those of a model, or of a baseline.
 
     Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
-        triples: (T, 3) int64.
-        side: Score as a query for the "tail" or the "head". With reciprocal relations the two
-            scores differ.
+        shard: The entity rows of this rank, which are those that it scores.
     """
-    queries = triples if side == "tail" else triples.flip(1)
-    # Only a block of scores has the same bits as in ranking; its diagonal is kept. Small blocks
-    # waste fewer products, and large ones need fewer kernels.
-    size = (8 if shard.device.type == "cuda" else 2) * SMALLEST
-    fetched = max(1, FETCH_BYTES // (2 * 4 * shard.dim * size)) * size
-    scores = [torch.empty(0, device=shard.device)]
-    with scoring(scorer):
-        for group in queries.split(fetched):
-            ids = group[:, ::2].T.flatten().to(shard.device)
-            anchor, target = shard.fetch(ids).view(2, len(group), shard.dim)
-            relation = group[:, 1].to(anchor.device)
-            for first in range(0, len(group), size):
-                part = slice(first, first + size)
-                block = score_block(scorer, anchor[part], relation[part], target[part], side)
-                scores.append(block.diagonal().clone())
-    return torch.cat(scores)
+
+    def __init__(self, shard: EntityShard):
+        self.shard = shard
+
+    def blocks(self, queries: Queries, block_bytes: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (id of the first entity, new scores (B, n) float32) for this rank. Collective."""
+        raise NotImplementedError
+
+    def of(self, triples: Tensor, side: Side) -> Tensor:
+        """Return the scores (T,) float32 of triples (T, 3), bit for bit those of ``blocks``.
+
+        Collective.
+        """
+        raise NotImplementedError
+
+    def _ranges(self, queries: int, block_bytes: int | None) -> Iterator[tuple[int, int]]:
+        """Yield the first id of each block of this rank, and the one after its last."""
+        first, stop = self.shard.row_range
+        height = block_height(queries, self.shard.device, block_bytes)
+        for low in range(first, stop, height):
+            yield low, min(low + height, stop)
 
 
-def local_scores(
-    scorer: Scorer,
-    shard: EntityShard,
-    anchor: Tensor,
-    relation: Tensor,
-    side: Side,
-    block_bytes: int | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (global id of the first row, scores (B, n)) for all rows of this rank.
+class ModelScores(Scores):
+    """The scores of a scorer."""
 
-    Args:
-        scorer: The scorer.
-        shard: The rows of this rank.
-        anchor: (B, D).
-        relation: (B,) int64.
-        side: The side to score candidates for.
-        block_bytes: The size of a block of scores in bytes. None: the default of the device.
-    """
-    height = block_height(anchor.shape[0], shard.device, block_bytes)
-    scores = _block_scores(scorer, anchor, relation, side)
-    for first in range(0, shard.rows.shape[0], height):
-        rows = shard.own(slice(first, first + height))
-        yield shard.first_row + first, scores(rows)
+    def __init__(self, scorer: Scorer, shard: EntityShard):
+        super().__init__(shard)
+        self.scorer = scorer
+
+    def blocks(self, queries: Queries, block_bytes: int | None) -> Iterator[tuple[int, Tensor]]:
+        shard = self.shard
+        anchors = shard.fetch(queries.anchors.to(shard.device))
+        relations = queries.relations.to(shard.device)
+        with scoring(self.scorer):
+            scores_of = _block_scores(self.scorer, anchors, relations, queries.side)
+        for first, stop in self._ranges(len(anchors), block_bytes):
+            rows = shard.own(slice(first - shard.first_row, stop - shard.first_row))
+            with scoring(self.scorer):
+                scores = scores_of(rows)
+            yield first, scores
+
+    def of(self, triples: Tensor, side: Side) -> Tensor:
+        queries, shard = triples if side == "tail" else triples.flip(1), self.shard
+        # Only a block of scores has the same bits as in ranking; its diagonal is kept. Small blocks
+        # waste fewer products, and large ones need fewer kernels.
+        size = (8 if shard.device.type == "cuda" else 2) * SMALLEST
+        fetched = max(1, FETCH_BYTES // (2 * 4 * shard.dim * size)) * size
+        scores = [torch.empty(0, device=shard.device)]
+        with scoring(self.scorer):
+            for group in queries.split(fetched):
+                ids = group[:, ::2].T.flatten().to(shard.device)
+                anchor, target = shard.fetch(ids).view(2, len(group), shard.dim)
+                relation = group[:, 1].to(anchor.device)
+                for first in range(0, len(group), size):
+                    part = slice(first, first + size)
+                    inputs = anchor[part], relation[part], target[part]
+                    block = score_block(self.scorer, *inputs, side)
+                    scores.append(block.diagonal().clone())
+        return torch.cat(scores)
 
 
 def block_height(queries: int, device: torch.device, block_bytes: int | None = None) -> int:
@@ -139,48 +163,31 @@ def block_height(queries: int, device: torch.device, block_bytes: int | None = N
     return max(SMALLEST, block_bytes // (4 * max(queries, SMALLEST)))
 
 
-def erase(scores: Tensor, first: int, answers: Answers, value: float = -torch.inf) -> None:
-    """Overwrite the scores of answers in a block, in place.
+def erase(scores: Tensor, first: int, answers: Answers) -> None:
+    """Overwrite the scores (B, n) of answers to the B queries in a block by NaN, in place.
 
-    The answers are read in pieces, so memory does not grow with their number.
-
-    Args:
-        scores: (B, n), contiguous: entities ``first`` to ``first`` + n - 1.
-        first: The id of the first entity.
-        answers: The answers of the B queries.
-        value: The new score.
+    The answers are read in pieces, so memory does not grow with their number. ``first`` is the id
+    of the first entity.
     """
     width, flat = scores.shape[1], scores.view(-1)
     for query, entity in answers.pieces(first, first + width):
         place = torch.from_numpy(query * width + (entity - first))
         if scores.is_cuda:  # pinned memory makes the copy asynchronous
             place = place.pin_memory().to(scores.device, non_blocking=True)
-        flat.index_fill_(0, place, value)
+        flat.index_fill_(0, place, torch.nan)
 
 
-def restrict(
-    scores: Tensor,
-    first: int,
-    candidates: Candidates,
-    queries: tuple[Tensor, Side],
-    value: float = -torch.inf,
-) -> None:
-    """Overwrite the scores of entities that are not candidates of their query, in place.
+def restrict(scores: Tensor, first: int, queries: Queries, candidates: Candidates) -> None:
+    """Overwrite the scores (B, n) of entities that are no candidates by NaN, in place."""
+    for relation, rows in by_relation(scores, queries.relations):
+        mask = candidates.mask(queries.side, relation, first, first + scores.shape[1])
+        rows.masked_fill_(~torch.from_numpy(mask).to(rows.device), torch.nan)
 
-    Args:
-        scores: (B, n): entities ``first`` to ``first`` + n - 1.
-        first: The id of the first entity.
-        candidates: The candidates.
-        queries: The relations (B,) of the queries and their side. Neighbors of one relation share
-            a mask.
-        value: The new score.
-    """
-    relations, side = queries
+
+def by_relation(scores: Tensor, relations: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each relation and the scores of its queries; neighbors of one relation are together."""
     distinct, sizes = relations.unique_consecutive(return_counts=True)
-    stop = first + scores.shape[1]
-    for relation, rows in zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True):
-        mask = torch.from_numpy(candidates.mask(side, relation, first, stop))
-        rows.masked_fill_(~mask.to(rows.device), value)
+    return zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True)
 
 
 def _padded(x: Tensor, missing: int) -> Tensor:

@@ -43,45 +43,62 @@ class Candidates(Protocol):
         """
 
 
-class SeenCandidates:
-    """Entities that train has on that side of the relation.
+class Frequencies:
+    """In how many training triples of a relation each entity is on a side.
 
     It keeps the (relation, entity) pairs of this rank's rows and looks up the others.
 
     Args:
         store: The data.
-        rows: (first, stop), the entities that ``mask`` can be called for.
+        rows: (first, stop), the entities of this rank.
     """
 
-    label = "entities seen with the relation on that side in train"
-
     def __init__(self, store: TripleStore, rows: tuple[int, int]):
-        self._train = store.filter_index(("train",))
-        self._rows, self._seen = rows, {}
+        self._train, self._pairs = store.filter_index(("train",)), {}
         for side in SIDES:
             # The anchors of the head index are tails, and those of the tail index are heads.
             index = store.side_index("train", OTHER[side])
-            queries = index.queries[index.between(*rows)]
+            own = index.between(*rows)
+            queries, counts = index.queries[own], np.diff(index.starts[own.start : own.stop + 1])
             relations = relations_of(queries)
             order = np.argsort(relations, kind="stable")
             indptr = pointers(relations, store.num_relations)
-            self._seen[side] = indptr, anchors_of(queries)[order]
+            self._pairs[side] = indptr, anchors_of(queries)[order], counts[order]
 
-    def entities(self, side: Side, relation: int) -> np.ndarray:
-        """Return the entities of ``rows`` that train has on that side: (M,) int64, ascending."""
-        indptr, entities = self._seen[side]
-        return entities[indptr[relation] : indptr[relation + 1]]
+    def pairs(self, side: Side, relation: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the entities of ``rows`` that are there, ascending, and their counts: (M,)."""
+        indptr, entities, counts = self._pairs[side]
+        own = slice(indptr[relation], indptr[relation + 1])
+        return entities[own], counts[own]
+
+    def within(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
+        """Return the counts (n,) int64 of the entities [first, stop), which lie in ``rows``."""
+        entities, counts = self.pairs(side, relation)
+        low, high = np.searchsorted(entities, (first, stop))
+        found = np.zeros(stop - first, np.int64)
+        found[entities[low:high] - first] = counts[low:high]
+        return found
+
+    def of(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
+        """Return the counts (B,) int64 of any entities (B,) in triples of relations (B,)."""
+        return self._train.answers(OTHER[side], entities, relations).counts
+
+
+class SeenCandidates:
+    """Entities that train has on that side of the relation."""
+
+    label = "entities seen with the relation on that side in train"
+
+    def __init__(self, frequencies: Frequencies):
+        self._frequencies = frequencies
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool.
-
-        [first, stop) must lie within ``rows``.
-        """
-        return _mask(self.entities(side, relation), first, stop)
+        """Return which of the entities [first, stop) are candidates: (n,) bool."""
+        return self._frequencies.within(side, relation, first, stop) > 0
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
-        return self._train.answers(OTHER[side], entities, relations).counts > 0
+        return self._frequencies.of(side, relations, entities) > 0
 
 
 class TypedCandidates(SeenCandidates):
@@ -90,18 +107,21 @@ class TypedCandidates(SeenCandidates):
     An entity without a type is a candidate only if it was seen itself.
 
     Args:
+        frequencies: What train has.
         store: The data.
-        rows: (first, stop), the entities that ``mask`` can be called for.
-        types: The types of the entities.
-        source: Where the types come from, for ``label``.
+        file: The file of entity types; None uses the types of the store.
+
+    Raises:
+        DataError: The file of types cannot be used, or the store has no types.
     """
 
-    def __init__(self, store: TripleStore, rows: tuple[int, int], types: EntityTypes, source: str):
-        super().__init__(store, rows)
+    def __init__(self, frequencies: Frequencies, store: TripleStore, file: str | None):
+        super().__init__(frequencies)
+        source = file or "of the store"
         self.label = (
             f"entities of the types ({source}) seen with the relation on that side in train"
         )
-        self._types = types
+        self._types = EntityTypes.find(file, store)
         self._allowed = {
             side: self._pairs_of_types(store, side) for side in SIDES
         }  # per side (M,) ascending: relation * K + type
@@ -115,10 +135,7 @@ class TypedCandidates(SeenCandidates):
         return pairs
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool.
-
-        [first, stop) must lie within ``rows``.
-        """
+        """Return which of the entities [first, stop) are candidates: (n,) bool."""
         allowed = self._allowed[side]
         size = len(self._types)
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
@@ -148,60 +165,11 @@ class ListedCandidates:
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) are candidates: (n,) bool."""
-        return _mask(self._entities, first, stop)
+        low, high = np.searchsorted(self._entities, (first, stop))
+        mask = np.zeros(stop - first, bool)
+        mask[self._entities[low:high] - first] = True
+        return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate: (B,) bool."""
         return np.isin(entities, self._entities)
-
-
-class WithoutListed:
-    """The candidates of others (None: all entities) without some entities (M,), int64."""
-
-    def __init__(self, others: Candidates | None, left_out: np.ndarray):
-        self._others, self._left_out = others, np.unique(left_out)
-        self.label = f"{'all entities' if others is None else others.label}, without a list"
-
-    def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool."""
-        mask = ~_mask(self._left_out, first, stop)
-        if self._others is not None:
-            mask &= self._others.mask(side, relation, first, stop)
-        return mask
-
-    def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Return whether each entity (B,) is a candidate: (B,) bool."""
-        mask = ~np.isin(entities, self._left_out)
-        if self._others is not None:
-            mask &= self._others.contain(side, relations, entities)
-        return mask
-
-
-def _mask(entities: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """Return which ids of [first, stop) are among ascending ``entities``: (n,) bool."""
-    low, high = np.searchsorted(entities, (first, stop))
-    mask = np.zeros(stop - first, bool)
-    mask[entities[low:high] - first] = True
-    return mask
-
-
-def make_candidates(
-    kind: str, types: str | None, store: TripleStore, rows: tuple[int, int]
-) -> Candidates | None:
-    """Build the candidates that ``evaluation.candidates`` names; None for all entities.
-
-    Args:
-        kind: "all", "seen" or "types".
-        types: The file of entity types; None uses the types of the store.
-        store: The data.
-        rows: (first, stop), the rows of this rank.
-
-    Raises:
-        DataError: The file of types cannot be used, or the store has no types.
-    """
-    if kind == "all":
-        return None
-    if kind == "seen":
-        return SeenCandidates(store, rows)
-    source = types or "of the store"
-    return TypedCandidates(store, rows, EntityTypes.find(types, store), source)

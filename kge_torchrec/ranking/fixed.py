@@ -27,10 +27,10 @@ from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import (
     FETCH_BYTES,
     SMALLEST,
+    ModelScores,
     block_height,
     score_block,
     scoring,
-    triple_scores,
 )
 from kge_torchrec.ranking.ranks import Ranks
 from kge_torchrec.ranking.search import columns
@@ -193,7 +193,7 @@ def rank_among_lists(
     triples, ranks, sizes = torch.as_tensor(triples, dtype=torch.int64), Ranks({}, {}), []
     fetched = max(1, FETCH_BYTES // (4 * shard.dim * SMALLEST)) * SMALLEST
     for side in SIDES:
-        true = triple_scores(scorer, shard, triples, side)
+        true = ModelScores(scorer, shard).of(triples, side)
         size = np.zeros(len(triples), np.int64)
         less, equal = torch.zeros(2, len(triples), dtype=torch.int64, device=shard.device)
         for start in range(0, len(triples), fetched):

@@ -108,12 +108,9 @@ def grouped(ranks: Ranks, grouping: Grouping) -> dict[str, Any]:
     """
     size = len(grouping.labels)
     sums: dict[str, dict[Any, np.ndarray]] = {
-        side: _sums(ranks, side, grouping.groups[side], size) for side in ranks.sides
+        side: _sums(ranks, side, grouping.groups[side], size) for side in SIDES
     }
-    sums["both"] = {
-        name: np.sum([sums[side][name] for side in ranks.sides], axis=0)
-        for name in sums[ranks.sides[0]]
-    }
+    sums["both"] = {name: sums["head"][name] + sums["tail"][name] for name in sums["head"]}
     groups = [
         {"group": label, **{side: _metrics(its_sums, place) for side, its_sums in sums.items()}}
         for place, label in enumerate(grouping.labels)

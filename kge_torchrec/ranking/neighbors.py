@@ -1,37 +1,134 @@
-"""Compiled loops of item-kNN (``baselines`` imports this file when it needs them).
+"""item-kNN: the sum of an item's similarities to the items that the user has in train.
 
-Shapes: I items, V users, T pairs of a user and an item, K similar items, M pairs of similar items,
-U queries, A answers, X items that do not compete.
+It counts the items that are among the ``NEIGHBORS`` most similar ones of the item. A similarity is
+the cosine of the items' sets of users (the values of RecBole's ItemKNN). A sum is one of float64,
+in order of the user's items, rounded to float32.
+
+Shapes: B queries, n entities of a block, I items, V users, T pairs of a user and an item, K similar
+items, M pairs of similar items.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.data import OTHER
+from kge_torchrec.data.sort import pointers
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import Ranges, anchors_of, keys_of, relations_of
+from kge_torchrec.distributed.processes import reduced
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.jit import kernel
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.ranking.blocks import Queries, Scores
+from kge_torchrec.ranking.search import columns
+
+NEIGHBORS = 100  # similar items per item, RecBole's default
+PAIRS = 2 * 10**10  # pairs of items of one user that are visited at most: half a minute
+ITEMS = 500_000  # items at most: 800 MB
+
+
+def is_feasible(store: TripleStore, side: Side, relations: np.ndarray) -> bool:
+    """Return whether item-kNN for queries of some relations keeps to ``PAIRS`` and ``ITEMS``."""
+    users, items = (store.side_index("train", end) for end in (side, OTHER[side]))
+    sizes = np.diff(users.starts)[np.isin(relations_of(users.queries), relations)]
+    pairs = (sizes.astype(np.float64) ** 2).sum()
+    return bool(pairs <= PAIRS and np.isin(relations_of(items.queries), relations).sum() <= ITEMS)
+
+
+class NeighborScores(Scores):
+    """The scores of item-kNN for queries of a side, whose relations train has.
+
+    Args:
+        shard: The entities of this rank, the only ones whose similar items it finds.
+        store: The data.
+        side: The side of the items.
+        relations: The relations of the queries.
+    """
+
+    def __init__(self, shard: EntityShard, store: TripleStore, side: Side, relations: np.ndarray):
+        super().__init__(shard)
+        index = store.side_index("train", side)
+        users = np.flatnonzero(np.isin(relations_of(index.queries), relations))
+        starts, stops = index.starts[users], index.starts[users + 1]
+        user, entity = Ranges(index.answers, starts, stops).gathered()
+        self._users = index.queries[users]
+        # An entity is an item of each relation on its own; the items are in order of the entity.
+        keys, self._items = np.unique(
+            keys_of(entity, relations_of(self._users)[user]), return_inverse=True
+        )
+        self._items_at = pointers(user, len(users))
+        own = np.searchsorted(keys, np.array(shard.row_range) << 32)
+        by_item = user[np.argsort(self._items, kind="stable")]
+        ids, cosines = similar_items(
+            self._items_at, self._items, pointers(self._items, len(keys)), by_item, *own, NEIGHBORS
+        )
+        # Turn the lists around: the entities of this rank that each item is similar to.
+        item, column = np.nonzero(ids >= 0)
+        order = np.argsort(ids[item, column], kind="stable")
+        self._lists_at = pointers(ids[item, column], len(keys))
+        self._listed = anchors_of(keys)[own[0] + item[order]]
+        self._cosines = cosines[item, column][order]
+
+    def blocks(self, queries: Queries, block_bytes: int | None) -> Iterator[tuple[int, Tensor]]:
+        anchors, relations = queries.anchors.numpy(), queries.relations.numpy()
+        for first, stop in self._ranges(len(anchors), block_bytes):
+            firsts = np.full(len(anchors), first)
+            yield first, self._sums(anchors, relations, firsts, stop - first)
+
+    def of(self, triples: Tensor, side: Side) -> Tensor:
+        anchor, answer = columns(side)
+        anchors, relations, answers = triples[:, [anchor, 1, answer]].T.numpy()
+        return reduced(self._sums(anchors, relations, answers, 1)[:, 0])  # one rank has the answer
+
+    def _sums(
+        self, anchors: np.ndarray, relations: np.ndarray, firsts: np.ndarray, width: int
+    ) -> Tensor:
+        """Return the scores (B, width) of the entities from ``firsts`` (B,) on."""
+        sums, wanted = np.zeros((len(anchors), width)), keys_of(anchors, relations)
+        users = np.searchsorted(self._users, wanted)
+        users[np.append(self._users, -1)[users] != wanted] = -1
+        add_cosines(
+            users, firsts, self._items_at, self._items, self._lists_at, self._listed, self._cosines,
+            sums,
+        )  # fmt: skip
+        return torch.from_numpy(sums.astype(np.float32)).to(self.shard.device)
 
 
 @kernel
 def similar_items(
-    items_at: np.ndarray, items: np.ndarray, users_at: np.ndarray, users: np.ndarray, k: int
+    items_at: np.ndarray,
+    items: np.ndarray,
+    users_at: np.ndarray,
+    users: np.ndarray,
+    start: int,
+    stop: int,
+    k: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k items with the largest cosine to each item: ids, -1 for none, and cosines.
+    """Return the k items with the largest cosine to each of the items from start to stop - 1.
 
-    Of equal cosines, the items with the smaller numbers are taken.
+    They are ids, -1 where there are fewer, and cosines (stop - start, k). Of equal cosines, the
+    items with the smaller numbers are taken.
 
     Args:
         items_at: (V + 1,), where the items of each user start in ``items``.
         items: (T,), the items of the users.
         users_at: (I + 1,), where the users of each item start in ``users``.
         users: (T,), the users of the items.
+        start: The first item.
+        stop: The item behind the last one.
         k: The number of similar items.
     """
     count = len(users_at) - 1
-    ids = np.full((count, k), -1, np.int32)
-    cosines = np.zeros((count, k), np.float32)
+    ids = np.full((stop - start, k), -1, np.int32)
+    cosines = np.zeros((stop - start, k), np.float32)
     shared = np.zeros(count, np.int64)
     touched = np.empty(count, np.int64)
-    for item in range(count):
+    for item in range(start, stop):
         size = 0
         for at in range(users_at[item], users_at[item + 1]):
             user = users[at]
@@ -58,84 +155,42 @@ def similar_items(
                 value = values[place]
                 fits = value == least if is_tie else value > least
                 if fits and value > 0 and filled < k:
-                    ids[item, filled] = others[place]
-                    cosines[item, filled] = value
+                    ids[item - start, filled] = others[place]
+                    cosines[item - start, filled] = value
                     filled += 1
     return ids, cosines
 
 
 @kernel
-def compare_sums(
-    user: np.ndarray,
+def add_cosines(
+    users: np.ndarray,
+    firsts: np.ndarray,
     items_at: np.ndarray,
     items: np.ndarray,
     lists_at: np.ndarray,
     listed: np.ndarray,
     cosines: np.ndarray,
-    left_at: np.ndarray,
-    left: np.ndarray,
-    answers_at: np.ndarray,
-    answers: np.ndarray,
-    pool: np.ndarray,
-    better: np.ndarray,
-    equal: np.ndarray,
+    sums: np.ndarray,
 ) -> None:
-    """Count the candidates with a larger or an equal sum of cosines than each answer.
-
-    A sum is one of float64, in order of the user's items, rounded to float32.
+    """Add the cosines of each user's items to the sums of the entities that are similar to them.
 
     Args:
-        user: (U,), the user of each query, -1 for one without items.
+        users: (B,), the user of each query, -1 for one without items.
+        firsts: (B,), the first entity of each query.
         items_at: (V + 1,), where the items of each user start in ``items``.
         items: (T,), the items of the users.
-        lists_at: (I + 1,), where the items start in ``listed`` that an item is similar to.
-        listed: (M,), these items.
+        lists_at: (I + 1,), where the entities start in ``listed`` that an item is similar to.
+        listed: (M,), these entities, ascending for each item.
         cosines: (M,) float32, their cosines.
-        left_at: (U + 1,), where the items start in ``left`` that do not compete.
-        left: (X,), these items, -1 for entities that are none.
-        answers_at: (U + 1,), where the answers of each query start in ``answers``.
-        answers: (A,), the items, -1 for entities that are none.
-        pool: (U,), the competing candidates.
-        better: (A,), to be filled.
-        equal: (A,), to be filled.
+        sums: (B, n) float64.
     """
-    count = len(lists_at) - 1
-    sums, is_touched = np.zeros(count, np.float64), np.zeros(count, np.bool_)
-    touched = np.empty(count, np.int64)
-    competes = np.ones(count, np.bool_)
-    for query in range(len(user)):
-        size = 0
-        if user[query] >= 0:
-            for at in range(items_at[user[query]], items_at[user[query] + 1]):
-                item = items[at]
-                for place in range(lists_at[item], lists_at[item + 1]):
-                    other = listed[place]
-                    if not is_touched[other]:
-                        is_touched[other] = True
-                        touched[size] = other
-                        size += 1
-                    sums[other] += cosines[place]
-        for at in range(left_at[query], left_at[query + 1]):
-            if left[at] >= 0:
-                competes[left[at]] = False
-        values, filled = np.empty(size, np.float32), 0
-        for place in range(size):
-            if competes[touched[place]]:
-                values[filled] = np.float32(sums[touched[place]])
-                filled += 1
-        values = np.sort(values[:filled])
-        for at in range(answers_at[query], answers_at[query + 1]):
-            own = np.float32(0)
-            if answers[at] >= 0:
-                own = np.float32(sums[answers[at]])
-            not_better = np.searchsorted(values, own, "right")
-            better[at] = filled - not_better
-            equal[at] = not_better - np.searchsorted(values, own, "left")
-            if own == 0:
-                equal[at] = pool[query] - filled
-        for place in range(size):
-            is_touched[touched[place]] = False
-            sums[touched[place]] = 0
-        for at in range(left_at[query], left_at[query + 1]):
-            if left[at] >= 0:
-                competes[left[at]] = True
+    for query in range(len(users)):
+        user, first = users[query], firsts[query]
+        if user < 0:
+            continue
+        for at in range(items_at[user], items_at[user + 1]):
+            start, stop = lists_at[items[at]], lists_at[items[at] + 1]
+            place = start + np.searchsorted(listed[start:stop], first)
+            while place < stop and listed[place] < first + sums.shape[1]:
+                sums[query, listed[place] - first] += cosines[place]
+                place += 1

@@ -5,7 +5,6 @@ Shapes: T triples, N entities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store.filter_index import FilterIndex
-from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.candidates import Candidates
-from kge_torchrec.ranking.search import ALL_ENTITIES, Counts, RankOptions, compare
+from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.ranking.blocks import Scores
+from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, compare
 
+PARTS: tuple[Side | Literal["both"], ...] = (*SIDES, "both")
 KINDS = ("optimistic", "realistic", "pessimistic")
 HITS = (1, 3, 10)
 
@@ -43,29 +42,23 @@ class Ranks:
     candidates: dict[str, Any] = field(default_factory=dict)
     outside: dict[Side, np.ndarray] = field(default_factory=dict)
 
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        return tuple(self.optimistic)
-
     def values(self, side: Side | Literal["both"], kind: str) -> np.ndarray:
-        """Return the ranks of one side (T,) float64, or of all sides in one array for "both".
+        """Return the ranks of one side (T,) float64, or of both in one array.
 
         A realistic rank is the mean of the optimistic and the pessimistic rank.
         """
         if side == "both":
-            return np.concatenate([self.values(side, kind) for side in self.sides])
+            return np.concatenate([self.values(side, kind) for side in SIDES])
         if kind == "realistic":
             return (self.optimistic[side] + self.pessimistic[side]) / 2
         return getattr(self, kind)[side].astype(np.float64)
 
 
 def rank_triples(
-    scorer: Scorer,
-    shard: EntityShard,
+    scores: Scores,
     triples: Tensor | np.ndarray,
     known: FilterIndex | None,
     options: RankOptions = ALL_ENTITIES,
-    sides: Sequence[Side] = SIDES,
 ) -> Ranks:
     """Rank the true head and tail of every triple among all N entities. Collective.
 
@@ -73,13 +66,11 @@ def rank_triples(
     answer with NaN gets the last rank, N. So does one that is not a candidate.
 
     Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
+        scores: The scores.
         triples: (T, 3) int64 head, relation, tail; the same on every rank.
         known: Triples to remove from the candidates, except the true one. None ranks unfiltered.
             For validation, the caller leaves the test triples out.
         options: The candidates, and the pieces of the computation.
-        sides: The sides to rank.
 
     Raises:
         ValueError: ``triples`` has another shape.
@@ -88,24 +79,20 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64).numpy()
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {triples.shape}")
-    counts = {side: compare(scorer, shard, triples, side, known, options) for side in sides}
-    return ranks_of(counts, shard.num_entities, options.candidates)
-
-
-def ranks_of(counts: dict[Side, Counts], entities: int, candidates: Candidates | None) -> Ranks:
-    """Return the ranks of answers by how they compare with the candidates of each side."""
-    ranks = Ranks({}, {})
-    for side, own in counts.items():
-        is_last = ~(own.has_score & own.is_inside)
-        optimistic = np.where(is_last, entities, 1 + own.better)
-        place = np.argsort(own.order)
+    ranks, outside = Ranks({}, {}), {}
+    for side in SIDES:
+        counts = compare(scores, triples, side, known, options)
+        is_last = ~(counts.has_score & counts.is_inside)
+        optimistic = np.where(is_last, scores.shard.num_entities, 1 + counts.better)
+        place = np.argsort(counts.order)
         ranks.optimistic[side] = optimistic[place]
-        ranks.pessimistic[side] = (optimistic + np.where(is_last, 0, own.equal))[place]
-        if candidates is not None:
-            ranks.outside[side] = ~own.is_inside[place]
-    if candidates is not None:
-        outside = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
-        ranks.candidates.update(restricted_to=candidates.label, answers_outside=outside)
+        ranks.pessimistic[side] = (optimistic + np.where(is_last, 0, counts.equal))[place]
+        if options.candidates is not None:
+            ranks.outside[side] = ~counts.is_inside[place]
+            outside[side] = int(ranks.outside[side].sum())
+    if options.candidates is not None:
+        restricted_to = options.candidates.label
+        ranks.candidates.update(restricted_to=restricted_to, answers_outside=outside)
     return ranks
 
 
@@ -124,11 +111,10 @@ def metrics(ranks: Ranks) -> dict[str, Any]:
     Raises:
         ValueError: There are no ranks.
     """
-    if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
+    if not len(ranks.optimistic["head"]):
         raise ValueError("no metrics without ranks: the set of triples is empty")
-    sides: tuple[Side | Literal["both"], ...] = (*ranks.sides, "both")
     results: dict[str, Any] = {"candidates": ranks.candidates} if ranks.candidates else {}
-    for side in sides:
+    for side in PARTS:
         results[side] = {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
     return results
 

@@ -32,19 +32,11 @@ import torch
 
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import reduced
-from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.candidates import Candidates
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.ranking.blocks import Scores
 from kge_torchrec.ranking.groups import Grouping
 from kge_torchrec.ranking.ranks import ranked_among
-from kge_torchrec.ranking.search import (
-    ALL_ENTITIES,
-    Counts,
-    RankOptions,
-    by_query,
-    columns,
-    compare,
-)
+from kge_torchrec.ranking.search import ALL_ENTITIES, RankOptions, by_query, columns, compare
 from kge_torchrec.tables import Cell, table
 
 _COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")
@@ -94,8 +86,7 @@ def sample_users(triples: np.ndarray, limit: int, seed: int) -> np.ndarray:
 
 
 def recommend(
-    scorer: Scorer,
-    shard: EntityShard,
+    scores: Scores,
     triples: np.ndarray,
     known: FilterIndex,
     k: int,
@@ -105,29 +96,20 @@ def recommend(
     """Rank the answers of every user and list the user's k best candidates. Collective.
 
     Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
+        scores: The scores.
         triples: (A, 3) int64 head, relation, tail, at least one; the same on every rank.
         known: Triples whose answers are not recommended.
-        k: The length of the lists.
+        k: The length of the lists; 0: none.
         options: The candidates, and the pieces of the ranking.
         side: The side to recommend.
     """
-    triples, candidates = np.asarray(triples, np.int64), options.candidates
-    k = min(k, shard.num_entities)
-    counts = compare(scorer, shard, triples, side, known, options, k)
+    triples, candidates, shard = np.asarray(triples, np.int64), options.candidates, scores.shard
+    counts = compare(scores, triples, side, known, options, min(k, shard.num_entities))
     total = shard.num_entities
     if candidates is not None:
         relations = np.unique(triples[:, 1]).tolist()
         masks = [candidates.mask(side, relation, *shard.row_range) for relation in relations]
         total = int(reduced(torch.tensor(int(np.any(masks, 0).sum()), device=shard.device)))
-    return recommendations(counts, triples, side, total, candidates)
-
-
-def recommendations(
-    counts: Counts, triples: np.ndarray, side: Side, total: int, candidates: Candidates | None
-) -> Recommendations:
-    """Return the ranks of answers by how they compare with the candidates of their users."""
     user = np.repeat(np.arange(len(counts.starts)), np.diff(counts.starts, append=len(triples)))
     can_be_recommended = counts.has_score & counts.is_inside & ~counts.is_known
     better = np.where(can_be_recommended, counts.better + counts.equal / 2, np.inf)
@@ -159,7 +141,7 @@ def recommendation_metrics(ranked: Recommendations, cutoffs: Sequence[int]) -> d
         outside = {ranked.side: int(np.isinf(ranked.ranks).sum())}
         results = {"candidates": {"restricted_to": ranked.restricted, "answers_outside": outside}}
     sizes = {"users": len(ranked.starts), "answers": len(ranked.ranks)}
-    everything = means(ranked, cutoffs, np.ones(len(ranked.ranks), bool))
+    everything = means(ranked, cutoffs)
     covered = {f"coverage@{k}": _coverage(ranked, ranked.lists[:, :k].ravel()) for k in cutoffs}
     return results | {
         "recommendation": sizes | {"candidates": ranked.candidates} | everything | covered
@@ -170,28 +152,31 @@ def _coverage(ranked: Recommendations, entities: np.ndarray) -> float:
     return len(np.unique(entities[entities >= 0])) / max(1, ranked.candidates)
 
 
-def means(ranked: Recommendations, cutoffs: Sequence[int], chosen: np.ndarray) -> dict[str, float]:
+def means(
+    ranked: Recommendations, cutoffs: Sequence[int], chosen: np.ndarray | slice = slice(None)
+) -> dict[str, float]:
     """Return the means of each metric over the users with chosen answers, (A,) bool."""
-    user = np.repeat(np.arange(len(ranked.starts)), np.diff(ranked.starts, append=len(chosen)))
+    total = len(ranked.ranks)
+    user = np.repeat(np.arange(len(ranked.starts)), np.diff(ranked.starts, append=total))
     user, ranks = user[chosen], ranked.ranks[chosen]
     starts = np.flatnonzero(np.diff(user, prepend=-1))
     counts = np.diff(starts, append=len(user))
     position = np.arange(len(user)) - np.repeat(starts, counts) + 1
     gains = 1 / np.log2(np.arange(1, counts.max() + 1) + 1)
 
-    def total(values: np.ndarray) -> np.ndarray:
+    def of_users(values: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values.astype(np.float64), starts)
 
-    results = {"auc": float((total(ranked.below[chosen]) / counts).mean())}
+    results = {"auc": float((of_users(ranked.below[chosen]) / counts).mean())}
     for k in cutoffs:
         is_hit = ranks <= k
-        hits, ideal = total(is_hit), np.minimum(counts, k)
+        hits, ideal = of_users(is_hit), np.minimum(counts, k)
         per_user = {
             "recall": hits / counts,
-            "ndcg": total(is_hit / np.log2(ranks + 1)) / np.cumsum(gains)[ideal - 1],
+            "ndcg": of_users(is_hit / np.log2(ranks + 1)) / np.cumsum(gains)[ideal - 1],
             "hit_rate": hits > 0,
             "precision": hits / k,
-            "map": total(is_hit * position / ranks) / ideal,
+            "map": of_users(is_hit * position / ranks) / ideal,
         }
         results |= {f"{name}@{k}": float(values.mean()) for name, values in per_user.items()}
     return results

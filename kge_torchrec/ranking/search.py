@@ -19,31 +19,18 @@ from torch import Tensor
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
 from kge_torchrec.distributed.processes import gathered, reduced
-from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.operators import count_block
-from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring, triple_scores
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.ranking.blocks import Queries, Scores, erase, restrict
 from kge_torchrec.ranking.candidates import Candidates
-from kge_torchrec.ranking.novelty import Novelty
 
 ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
 LARGEST = torch.finfo(torch.float32).max
 
 
-class Queries(NamedTuple):
-    """Queries of one side, such as (anchor, relation, ?) for "tail"."""
-
-    anchors: Tensor  # (B,) int64, the known entities
-    relations: Tensor  # (B,) int64
-    side: Side  # the missing side
-    only: Candidates | None = None  # the entities that may be answers; None: all
-    novelty: Novelty | None = None  # what popular answers lose
-
-
 def allowed_scores(
-    scorer: Scorer,
-    shard: EntityShard,
+    scores: Scores,
     queries: Queries,
     exclude: Answers | None,
     nan_is_best: bool,
@@ -54,32 +41,23 @@ def allowed_scores(
     A score is NaN where an entity is excluded or no candidate. Scores that are NaN themselves
     become infinity, above every other score, if ``nan_is_best``, and minus infinity otherwise.
     """
-    anchors = shard.fetch(queries.anchors.to(shard.device))
-    inputs = anchors, queries.relations.to(shard.device), queries.side, block_bytes
     nan, highest = (torch.inf, LARGEST) if nan_is_best else (-torch.inf, torch.inf)
-    for first, scores in local_scores(scorer, shard, *inputs):
-        scores.nan_to_num_(nan=nan, posinf=highest, neginf=-torch.inf)
-        if queries.novelty is not None:
-            queries.novelty.subtract(scores, first, queries.relations, queries.side)
+    for first, block in scores.blocks(queries, block_bytes):
+        block.nan_to_num_(nan=nan, posinf=highest, neginf=-torch.inf)
         if exclude is not None:
-            erase(scores, first, exclude, torch.nan)
+            erase(block, first, exclude)
         if queries.only is not None:
-            restrict(scores, first, queries.only, queries[1:3], torch.nan)
-        yield first, scores
+            restrict(block, first, queries, queries.only)
+        yield first, block
 
 
 def top_k(
-    scorer: Scorer,
-    shard: EntityShard,
-    queries: Queries,
-    k: int,
-    exclude: Answers | None = None,
+    scores: Scores, queries: Queries, k: int, exclude: Answers | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the k best entities of each query, the same on every rank. Collective.
 
     Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
+        scores: The scores.
         queries: The queries, the same on every rank.
         k: The number of answers.
         exclude: Answers of the B queries to leave out, such as the known ones.
@@ -94,11 +72,10 @@ def top_k(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
-    best = torch.full((len(queries.anchors), k), NOTHING, device=shard.device)
-    with scoring(scorer):
-        for first, scores in allowed_scores(scorer, shard, queries, exclude, nan_is_best=False):
-            best = _with_block(best, scores, first)
-    return _best_of_ranks(best, shard.ranks)
+    best = torch.full((len(queries.anchors), k), NOTHING, device=scores.shard.device)
+    for first, block in allowed_scores(scores, queries, exclude, nan_is_best=False):
+        best = _with_block(best, block, first)
+    return _best_of_ranks(best, scores.shard.ranks)
 
 
 @dataclass(frozen=True)
@@ -108,7 +85,6 @@ class RankOptions:
     candidates: Candidates | None = None  # None: all entities
     block_bytes: int | None = None  # size of a block of scores; None: the default of the device
     batch_size: int = 512  # distinct queries per batch
-    novelty: Novelty | None = None  # what popular answers lose
     progress: Callable[[int], object] = lambda answers: None  # called with the answers of a batch
 
 
@@ -148,37 +124,30 @@ def by_query(triples: np.ndarray, side: Side = "tail") -> tuple[np.ndarray, np.n
 
 
 def compare(
-    scorer: Scorer,
-    shard: EntityShard,
+    scores: Scores,
     triples: np.ndarray,
     side: Side,
     known: FilterIndex | None,
     options: RankOptions,
-    k: int = 0,
+    k: int | None = None,
 ) -> Counts:
     """Compare answers with the candidates of their queries, and list the k best. Collective.
 
-    Every rank computes the scores of the answers with the same product as the blocks, so ties are
-    exact without a second pass.
-
     Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
+        scores: The scores.
         triples: (M, 3) int64, the same on every rank.
         side: The side that the answers are on.
         known: Triples whose answers do not compete. None: there are none.
         options: The candidates, and the pieces of the computation.
-        k: The length of the lists. With lists, the answers do not compete either.
+        k: The length of the lists. With lists, the answers do not compete with each other. None:
+            there are no lists.
     """
     anchor, answer = columns(side)
     order, starts = by_query(triples, side)
     triples, bounds = triples[order], np.append(starts, len(triples))
-    true = triple_scores(scorer, shard, torch.from_numpy(triples), side).clamp(max=LARGEST)
-    if options.novelty is not None:
-        relations, answers = torch.from_numpy(triples[:, [1, answer]].T.copy())
-        true -= options.novelty.of(side, relations, answers).to(true.device)
-    counts = torch.empty(3, len(triples), dtype=torch.int64, device=shard.device)
-    lists = np.empty((len(starts), k), np.int64)
+    true = scores.of(torch.from_numpy(triples), side).clamp(max=LARGEST)
+    counts = torch.empty(3, len(triples), dtype=torch.int64, device=scores.shard.device)
+    lists = np.empty((len(starts), k or 0), np.int64)
     is_inside, is_known = np.ones(len(triples), bool), np.zeros(len(triples), bool)
     for low in range(0, len(starts), options.batch_size):
         ends = bounds[low : low + options.batch_size + 1]
@@ -191,30 +160,28 @@ def compare(
         if options.candidates is not None:
             is_inside[batch] = options.candidates.contain(side, relations, answers)
         queries = Queries(
-            torch.from_numpy(anchor_of), torch.from_numpy(relation_of), side, options.candidates,
-            options.novelty,
-        )  # fmt: skip
+            torch.from_numpy(anchor_of), torch.from_numpy(relation_of), side, options.candidates
+        )
         its_answers = Ranges(answers, ends[:-1], ends[1:])
         counts[:, batch], lists[low : low + len(anchor_of)] = _counts(
-            scorer, shard, queries, exclude, its_answers, true[batch], k, options.block_bytes
+            scores, queries, exclude, its_answers, true[batch], k, options.block_bytes
         )
         options.progress(len(answers))
     less, equal, pool = reduced(counts).cpu().numpy()
     has_score = (~true.isnan()).cpu().numpy()
-    is_counted = ~is_known & is_inside & (k == 0)  # the answer is one of the candidates itself
+    is_counted = ~is_known & is_inside & (k is None)  # the answer is one of the candidates itself
     better = pool - less - equal - (is_counted & ~has_score)
     return Counts(order, starts, better, equal - (is_counted & has_score), pool,
                   has_score, is_inside, is_known, lists)  # fmt: skip
 
 
 def _counts(
-    scorer: Scorer,
-    shard: EntityShard,
+    scores: Scores,
     queries: Queries,
     exclude: Answers | None,
     answers: Ranges,
     true: Tensor,
-    k: int,
+    k: int | None,
     block_bytes: int | None,
 ) -> tuple[Tensor, np.ndarray]:
     """Compare the answers of a batch with scores ``true`` (M,), and list the k best. Collective.
@@ -223,23 +190,23 @@ def _counts(
         How many candidates on this rank are below each answer, equal to it, and there at all:
         (3, M) int64; and the lists of all ranks (B, k).
     """
-    size, device = len(answers.starts), shard.device
+    size, device = len(answers.starts), scores.shard.device
     query = np.repeat(np.arange(size), answers.stops - answers.starts)
     # One more value per query, infinity, counts all of its candidates.
     values = torch.cat([true, true.new_full((size,), torch.inf)])
     rows = torch.from_numpy(np.append(query, np.arange(size))).to(device)
     less, equal = torch.zeros(2, len(values), dtype=torch.int64, device=device)
-    best = torch.full((size, k), NOTHING, device=device)
-    with scoring(scorer):
-        for first, scores in allowed_scores(scorer, shard, queries, exclude, True, block_bytes):
-            if k:
-                best = _with_block(best, scores, first)
-                erase(scores, first, Answers(size, [answers]), torch.nan)
-            count_block(scores, values, less, equal, rows)
+    best = torch.full((size, k or 0), NOTHING, device=device)
+    for first, block in allowed_scores(scores, queries, exclude, True, block_bytes):
+        if k:
+            best = _with_block(best, block, first)
+        if k is not None:
+            erase(block, first, Answers(size, [answers]))
+        count_block(block, values, less, equal, rows)
     pool = (less + equal)[len(true) :][rows[: len(true)]]
     lists = np.empty((size, 0), np.int64)
     if k:
-        lists = _best_of_ranks(best, shard.ranks)[1].cpu().numpy()
+        lists = _best_of_ranks(best, scores.shard.ranks)[1].cpu().numpy()
     return torch.stack([less[: len(true)], equal[: len(true)], pool]), lists
 
 

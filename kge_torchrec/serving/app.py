@@ -1,4 +1,4 @@
-"""HTTP endpoints, with the schemas of their requests and replies.
+"""HTTP endpoints, with the schemas of their replies.
 
 The endpoints are predict, recommend, score, nearest, labels, health, metrics and a page. FastAPI
 validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -20,145 +20,30 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
 from prometheus_fastapi_instrumentator import Instrumentator
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from kge_torchrec.answers.queries import MEANINGS, Neighbour, Prediction, metric_of
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.pages import render
-from kge_torchrec.serving.batching import (
-    Answerer,
-    Busy,
-    Nearest,
-    Predict,
+from kge_torchrec.serving.batching import Answerer, Busy
+from kge_torchrec.serving.questions import (
+    MAX_LABEL,
+    NearestRequest,
+    PredictRequest,
     Question,
-    Recommend,
-    Score,
+    RecommendRequest,
+    ScoreRequest,
+    StrictRequest,
     Unknown,
     vocabulary_of,
 )
 from kge_torchrec.trained_model import TrainedModel
 
-MAX_TRIPLES = 10_000  # per request
-MAX_HEADS = 1_000
-MAX_FACTS = 1_000
 MAX_ANSWERS = 100_000  # of all heads of a request
-MAX_LABEL = 4_096  # characters
-
-Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
-Id = Annotated[int, Field(strict=True, ge=0, lt=2**62, description="an id, from 0")]
-NameOrId = Name | Id
-Count = Annotated[int, Field(ge=1, lt=2**31, description="the number of answers")]
-SideName = Literal["head", "tail"]
-Label = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_LABEL)]
-Facts = Annotated[
-    tuple[tuple[Label, Label, Label], ...],
-    Field(
-        max_length=MAX_FACTS,
-        description="triples of labels, each with one entity that the model does not have; the "
-        "query may name these",
-    ),
-]
-
-
-class StrictRequest(BaseModel):
-    """Base of requests. Unknown keys are rejected, so misspelled keys are noticed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class PredictQuery(StrictRequest):
-    """Two parts of a triple; the reply has the best answers for the third."""
-
-    head: NameOrId | None = None
-    relation: NameOrId | None = None
-    tail: NameOrId | None = None
-    k: Count = 10
-    known: Annotated[
-        bool, Field(description="whether to list answers that the data already holds")
-    ] = True
-
-    @model_validator(mode="after")
-    def _two_parts(self) -> PredictQuery:
-        is_set = [part is not None for part in (self.head, self.relation, self.tail)]
-        if sum(is_set) != 2:
-            raise ValueError("send two of head, relation and tail; the reply has the third")
-        return self
-
-
-class PredictRequest(PredictQuery):
-    """Such parts, and perhaps facts of an entity that the model does not have."""
-
-    facts: Facts = ()
-
-
-class RecommendQuery(StrictRequest):
-    """A head and a relation; the reply has the best tails, without the head itself."""
-
-    head: NameOrId | None = None
-    relation: NameOrId
-    k: Count = 10
-    exclude_known: Annotated[
-        bool, Field(description="whether to leave out tails that the data holds")
-    ] = False
-    candidates: Annotated[
-        Literal["seen", "all"], Field(description="tails of the relation in train, or all")
-    ] = "seen"
-    unknown: Annotated[
-        Literal["error", "popular"],
-        Field(description="what an unknown head gets: 404, or the most frequent tails in train"),
-    ] = "error"
-
-
-class RecommendRequest(RecommendQuery):
-    """One head or many, and perhaps the entities to choose from and facts of new heads."""
-
-    heads: Annotated[list[NameOrId] | None, Field(min_length=1, max_length=MAX_HEADS)] = None
-    candidates: Annotated[
-        Literal["seen", "all"] | Annotated[list[NameOrId], Field(min_length=1)],
-        Field(description="as by GET, or the entities that may be recommended"),
-    ] = "seen"  # type: ignore[assignment]
-    exclude: Annotated[
-        list[NameOrId], Field(description="entities that are not recommended, such as sold out")
-    ] = []
-    facts: Facts = ()
-
-    @model_validator(mode="after")
-    def _one_head_or_many(self) -> RecommendRequest:
-        if (self.head is None) == (self.heads is None):
-            raise ValueError("send either head or heads")
-        return self
-
-
-class ScoreRequest(StrictRequest):
-    """Triples to score."""
-
-    triples: Annotated[
-        list[tuple[NameOrId, NameOrId, NameOrId]],
-        Field(min_length=1, max_length=MAX_TRIPLES, description="head, relation, tail each"),
-    ]
-    side: Annotated[
-        SideName, Field(description="the missing end of the query that scores the triples")
-    ] = "tail"
-
-
-class TripleRequest(StrictRequest):
-    """One triple to score."""
-
-    head: NameOrId
-    relation: NameOrId
-    tail: NameOrId
-    side: SideName = "tail"
-
-
-class NearestRequest(StrictRequest):
-    """An entity whose nearest entities are returned."""
-
-    entity: NameOrId
-    k: Count = 10
+MAX_BODY = 4 << 20  # bytes of a request
 
 
 class LabelsRequest(StrictRequest):
@@ -289,39 +174,22 @@ _PAGE_HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the server.
-
-    Raises:
-        ConfigError: A limit is below 1.
-    """
-
-    k: int = 1000  # answers per request
-    body: int = 1 << 20  # bytes per request body
-    batch: int = 64  # requests answered in one pass over the entities
-    waiting: int = 1024  # requests that may wait at the same time
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            at_least(f"the limit of {name}", value, 1)
-
-
 def create_app(
     model: TrainedModel,
     name: str,
-    limits: Limits = Limits(),
+    max_k: int = 1000,
     hosts: Collection[str] = ("*",),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> FastAPI:
     """Build the ASGI application of a model, whose name is for display.
 
+    A reply has at most ``max_k`` answers to a query.
     Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
     Host header may contain; "*" allows all. This stops DNS rebinding: a page of another site cannot
     read from the server by pointing its own host name at this machine. ``names`` are readable names
     by label; if there are any, every answer has a ``name``, empty where its label has none.
     """
-    answerer = Answerer(model, limits.batch, limits.waiting)
+    answerer = Answerer(model)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -330,7 +198,7 @@ def create_app(
 
     app = FastAPI(
         title=name, description=_ABOUT, lifespan=lifespan, responses=_PROBLEMS, redoc_url=None,
-        max_body_size=limits.body,
+        max_body_size=MAX_BODY,
     )  # fmt: skip
     allowed = [f"[{host}]" if ":" in host else host for host in hosts]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)
@@ -338,78 +206,47 @@ def create_app(
     metrics.instrument(app).expose(app, include_in_schema=False)
     app.state.answerer = answerer
     _handle_problems(app, answerer)
-    _add_queries(app, answerer, limits, names)
+    _add_queries(app, answerer, max_k, names)
     _add_labels(app, answerer)
-    _add_descriptions(app, answerer, name, limits)
+    _add_descriptions(app, answerer, name, max_k)
     return app
 
 
-def _add_queries(
-    app: FastAPI, answerer: Answerer, limits: Limits, names: Mapping[str, str]
-) -> None:
+def _add_queries(app: FastAPI, answerer: Answerer, max_k: int, names: Mapping[str, str]) -> None:
     def rows(results: Sequence[Prediction | Neighbour]) -> list[dict[str, Any]]:
         named = [{"name": names.get(result.label, "")} if names else {} for result in results]
         return [asdict(result) | name for result, name in zip(results, named, strict=True)]
 
     async def ask(question: Question) -> Any:
         k = getattr(question, "k", 1)
-        if k > limits.k:
-            raise ConfigError(f"k must be at most {limits.k} here, got {k}")
+        if k > max_k:
+            raise ConfigError(f"k must be at most {max_k} here, got {k}")
         return await answerer.ask(question)
 
     @app.post("/predict", summary="The best answers to a triple with one missing part")
     async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
-        query = body.head, body.relation, body.tail
-        results = await ask(Predict(query, body.k, body.known, body.facts))
-        return Answers.model_validate({"answers": rows(results)})
+        return Answers.model_validate({"answers": rows(await ask(body))})
 
-    @app.get("/predict", summary="The best answers, by labels")
-    async def predict_get(body: Annotated[PredictQuery, Query()]) -> Answers:
-        return await predict(PredictRequest(**dict(body)))
-
-    @app.post("/recommend", summary="The best tails of a relation for one head or many")
-    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Recommended | Lists:
-        heads: list[Any] = body.heads or [body.head]
-        if len(heads) * body.k > MAX_ANSWERS:
-            raise ConfigError(f"{len(heads)} heads times k must be at most {MAX_ANSWERS} answers")
-        listed: Any = body.candidates
-        question = Recommend(
-            tuple(heads), body.relation, body.k, body.exclude_known,
-            tuple(listed) if isinstance(listed, list) else listed,
-            tuple(body.exclude), body.facts, body.unknown == "popular",
-        )  # fmt: skip
+    @app.post("/recommend", summary="The best tails of a relation for some heads")
+    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Lists:
+        count = len(body.heads)
+        if count * body.k > MAX_ANSWERS:
+            raise ConfigError(f"{count} heads times k must be at most {MAX_ANSWERS} answers")
         lists = [
             {"head": one.head, "answers": rows(one.answers), "fallback": one.fallback}
-            for one in await ask(question)
+            for one in await ask(body)
         ]
-        if body.heads is None:
-            return Recommended.model_validate(lists[0])
         return Lists.model_validate({"lists": lists})
-
-    @app.get("/recommend", summary="The best tails, by labels")
-    async def recommend_get(body: Annotated[RecommendQuery, Query()]) -> Recommended | Lists:
-        return await recommend(RecommendRequest(**dict(body)))
 
     @app.post("/score", summary="The scores of triples")
     async def score(body: Annotated[ScoreRequest, Body()]) -> Scores:
-        results = await ask(Score(tuple(body.triples), body.side))
-        return Scores(scores=[finite(result) for result in results])
-
-    @app.get("/score", summary="The score of one triple, by labels")
-    async def score_get(body: Annotated[TripleRequest, Query()]) -> Scores:
-        triple = body.head, body.relation, body.tail
-        return await score(ScoreRequest(triples=[triple], side=body.side))
+        return Scores(scores=[finite(result) for result in await ask(body)])
 
     @app.post("/nearest", summary="The entities nearest to one")
     async def nearest(body: Annotated[NearestRequest, Body()]) -> Neighbours:
-        results = await ask(Nearest(body.entity, body.k))
-        values = {"neighbours": rows(results)}
+        values = {"neighbours": rows(await ask(body))}
         metric = MEANINGS[metric_of(answerer.model.scorer)]
         return Neighbours.model_validate({"metric": metric, **values})
-
-    @app.get("/nearest", summary="The nearest entities, by label")
-    async def nearest_get(body: Annotated[NearestRequest, Query()]) -> Neighbours:
-        return await nearest(body)
 
 
 def _add_labels(app: FastAPI, answerer: Answerer) -> None:
@@ -430,7 +267,7 @@ def _add_labels(app: FastAPI, answerer: Answerer) -> None:
         return labels("relation", query)
 
 
-def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
+def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, max_k: int) -> None:
     @app.get("/health", summary="Status of the server and facts about its model")
     async def health() -> Health:
         model, scorer = answerer.model, answerer.model.scorer
@@ -444,14 +281,14 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             relations=model.num_relations,
             answered=answerer.answered,
             batches=answerer.batches,
-            max_k=limits.k,
+            max_k=max_k,
             loaded=answerer.loaded.isoformat(timespec="seconds"),
             problem=answerer.problem,
         )
 
     @app.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
-        page = render("serve.html", title=name, model=answerer.model, limits=limits)
+        page = render("serve.html", title=name, model=answerer.model, max_k=max_k)
         return HTMLResponse(page, headers=_PAGE_HEADERS)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kge_torchrec.answers.files import names_by_label
+from kge_torchrec.answers.output import names_by_label
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.export.description import is_export
 from kge_torchrec.export.plain_model import load_model
@@ -53,10 +54,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     max_k: int = 1000,
-    max_body: int = 1 << 20,
     tell: Callable[[str], object] = print,
     allow_hosts: Sequence[str] = (),
-    access_log: bool = False,
     names: str | Path | None = None,
 ) -> None:
     """Answer queries with a run or an export over HTTP until interrupted.
@@ -69,11 +68,9 @@ def serve(
         host: The address to listen on; 0.0.0.0 is every address of this machine.
         port: The port; 0 chooses a free one.
         max_k: The most answers per request.
-        max_body: The largest request body in bytes.
         tell: Called with the address of the server once it accepts connections.
         allow_hosts: More names that a request's Host header may contain, in addition to ``host``,
             localhost, 127.0.0.1 and ::1. "*" allows all.
-        access_log: Whether to print a line per request to standard output.
         names: A file of labels and readable names, which replies have beside the labels.
 
     Raises:
@@ -87,7 +84,7 @@ def serve(
     try:
         import uvicorn
 
-        from kge_torchrec.serving.app import Limits, create_app
+        from kge_torchrec.serving.app import create_app
         from kge_torchrec.serving.slow_clients import TimedProtocol
     except ModuleNotFoundError as error:
         raise KGEError(
@@ -96,18 +93,18 @@ def serve(
         ) from error
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("serve runs as one process; start it without torchrun")
-    limits = Limits(k=max_k, body=max_body)
+    at_least("max_k", max_k, 1)
     hosts = [host, *LOCAL, *allow_hosts]
     named = {} if names is None else names_by_label(names)
     with listening(host, port) as listener:
-        app = create_app(opened_model(path), Path(path).absolute().name, limits, hosts, named)
+        app = create_app(opened_model(path), Path(path).absolute().name, max_k, hosts, named)
         settings = uvicorn.Config(
             app,
             http=TimedProtocol,
             ws="none",
             timeout_graceful_shutdown=20,
-            log_level="info" if access_log else "warning",
-            access_log=access_log,
+            log_level="warning",
+            access_log=False,
         )
         if host in ALL_ADDRESSES and not allow_hosts:
             tell(

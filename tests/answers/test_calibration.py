@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec import api, load_model
 from kge_torchrec.answers import calibration
+from kge_torchrec.answers.bulk import score_file
 from kge_torchrec.answers.calibration import (
     FILE,
     OWN_FROM,
@@ -104,7 +105,7 @@ def test_calibrated_run_has_probabilities(own, tmp_path, method, monkeypatch):
     with api.open_run(own.path) as again:
         assert again.predict("e1", "r0") == own.predict("e1", "r0")
         (tmp_path / "t").write_text("e1\tr0\te2\n")
-        again.score_file(tmp_path / "t", tmp_path / "out", "json")
+        score_file(again.model, tmp_path / "t", output=tmp_path / "out", format="json")
         row = json.loads((tmp_path / "out").read_text())
         assert (
             row["probability"]
@@ -189,7 +190,7 @@ def test_bad_arguments_and_missing_data_are_rejected(run, monkeypatch):
 
 
 def test_equal_scores_have_equal_probabilities():
-    one = Calibration({"both": Curve(slope=1.0)}, {}, 1, "", {})
+    one = Calibration({"tail": Curve(slope=1.0)}, {}, 1, "", {})
     for missing in ("head", "relation", "tail"):
         assert one.probabilities(np.zeros(1), missing, np.zeros(1)).tolist() == [0.5]
 
@@ -309,7 +310,7 @@ def test_own_curves_are_used_by_every_answer_and_go_into_exports(own, tmp_path, 
     (link,) = own.new_links(label, 1)
     assert link.probability == curve.at(np.float32([link.score]))[0]
     (tmp_path / "t").write_text(f"e1\t{label}\te2\n")
-    own.score_file(tmp_path / "t", tmp_path / "out", "json")
+    score_file(own.model, tmp_path / "t", output=tmp_path / "out", format="json")
     row = json.loads((tmp_path / "out").read_text())
     assert row["probability"] == curve.at(np.float32([row["score"]]))[0]
     model = load_model(own.export(tmp_path / "export"))

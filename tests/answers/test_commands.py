@@ -115,7 +115,7 @@ class Terminal(io.StringIO):
 
 
 def test_tables_fit_the_terminal_width(monkeypatch):
-    from kge_torchrec.answers.files import record_rows, written
+    from kge_torchrec.answers.output import record_rows, written
     from kge_torchrec.answers.queries import Link
 
     monkeypatch.setenv("COLUMNS", "80")

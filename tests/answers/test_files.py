@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from kge_torchrec import files
-from kge_torchrec.answers import files as answer_files
+from kge_torchrec.answers import bulk, output, sources
+from kge_torchrec.answers.bulk import answer_file, score_file
+from kge_torchrec.answers.queries import Choice
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError
 
@@ -57,9 +59,9 @@ def check_problems(report):
 
 @pytest.mark.parametrize("batch, queries", [(4096, 512), (3, 1)])
 def test_valid_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
-    monkeypatch.setattr(answer_files, "BATCH", batch)
-    monkeypatch.setattr(answer_files, "QUERIES", queries)
-    report = run.answer_file(file, tmp_path / "out.parquet", "parquet", k=4)
+    monkeypatch.setattr(sources, "BATCH", batch)
+    monkeypatch.setattr(bulk, "QUERIES", queries)
+    report = answer_file(run.model, file, Choice(4), tmp_path / "out.parquet", "parquet")
     assert report.answered == len(GOOD)
     check_problems(report)
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
@@ -77,7 +79,7 @@ def test_valid_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, bat
 
 def test_every_format_holds_the_same_rows(run, file, tmp_path, capsys):
     for name in ("parquet", "json", "tsv", "table"):
-        run.answer_file(file, tmp_path / name, name, k=3, known=False)
+        answer_file(run.model, file, Choice(3, run.model.known), tmp_path / name, name)
     rows = pq.read_table(tmp_path / "parquet").to_pylist()
     assert [json.loads(line) for line in (tmp_path / "json").read_text().splitlines()] == rows
     header, *lines = (line.split("\t") for line in (tmp_path / "tsv").read_text().splitlines())
@@ -88,14 +90,14 @@ def test_every_format_holds_the_same_rows(run, file, tmp_path, capsys):
     table = (tmp_path / "table").read_text().splitlines()
     assert len(table) == len(rows) + 1 and table[0].split() == header
     assert sorted(os.listdir(tmp_path)) == ["json", "parquet", "queries.tsv", "table", "tsv"]
-    run.answer_file(file, k=3, known=False)
+    answer_file(run.model, file, Choice(3, run.model.known))
     assert capsys.readouterr().out == (tmp_path / "tsv").read_text()
 
 
 def test_file_of_triples_is_scored(run, tmp_path):
     (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\t?\ne3\tr9\te2\ne3\tr1\te3\n")
     for side in ("tail", "head"):
-        report = run.score_file(tmp_path / "t", tmp_path / "out", "json", side)
+        report = score_file(run.model, tmp_path / "t", side, tmp_path / "out", "json")
         rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
         scores = run.score([("e1", "r0", "e2"), ("e3", "r1", "e3")], side)
         assert [row["score"] for row in rows] == scores and [row["line"] for row in rows] == [1, 4]
@@ -105,13 +107,13 @@ def test_file_of_triples_is_scored(run, tmp_path):
 
 def test_unreadable_and_unwritable_files_are_reported(run, file, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="nothing: no such file"):
-        run.answer_file(tmp_path / "nothing", tmp_path / "out")
+        answer_file(run.model, tmp_path / "nothing", Choice(), tmp_path / "out")
     with pytest.raises(ConfigError, match="format parquet needs a file"):
-        run.answer_file(file, format="parquet")
+        answer_file(run.model, file, Choice(), format="parquet")
     with pytest.raises(ConfigError, match="format must be one of"):
-        run.answer_file(file, format="csv")
+        answer_file(run.model, file, Choice(), format="csv")
     with pytest.raises(OSError):
-        run.answer_file(file, tmp_path / "nowhere" / "out")
+        answer_file(run.model, file, Choice(), tmp_path / "nowhere" / "out")
 
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -119,14 +121,14 @@ def test_unreadable_and_unwritable_files_are_reported(run, file, tmp_path, monke
     (tmp_path / "out").write_text("of before")
     monkeypatch.setattr(files, "sync", full)
     with pytest.raises(OSError, match="No space left"):
-        run.answer_file(file, tmp_path / "out")
+        answer_file(run.model, file, Choice(), tmp_path / "out")
     assert (tmp_path / "out").read_text() == "of before"
     assert sorted(os.listdir(tmp_path)) == ["out", "queries.tsv"]
 
 
 def test_labels_with_tabs_are_escaped(capsys):
     rows = pa.table({"label": ["a\tb\\c\n", None], "score": [1.5, 0.1], "rank": [3, 4]})
-    with answer_files.written("tsv", None) as write:
+    with output.written("tsv", None) as write:
         assert write(rows) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["label\tscore\trank", "a\\tb\\\\c\\n\t1.5\t3", "\t0.1\t4"]
@@ -136,7 +138,7 @@ def test_labels_with_tabs_are_escaped(capsys):
 def test_empty_query_file_is_rejected(model, tmp_path, text):
     (tmp_path / "q").write_text(text)
     with pytest.raises(DataError, match="q is empty: write lines of queries, such as"):
-        model.answer_file(tmp_path / "q", tmp_path / "out")
+        answer_file(model, tmp_path / "q", Choice(), tmp_path / "out")
     with pytest.raises(DataError, match="q is empty: write lines of triples"):
-        model.score_file(tmp_path / "q", tmp_path / "out")
+        score_file(model, tmp_path / "q", output=tmp_path / "out")
     assert os.listdir(tmp_path) == ["q"]

@@ -20,7 +20,6 @@ from kge_torchrec.answers import AnsweringModel
 from kge_torchrec.answers import fold_in as fold_in_module
 from kge_torchrec.answers.fold_in import _Queries, fold_in, read_facts
 from kge_torchrec.cli import main
-from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
 
 FACTS = [("new", "r0", "e3"), ("new", "r1", "e5"), ("e7", "r2", "new"), ("new", "r0", "e9")]
@@ -53,7 +52,7 @@ def test_answers_are_those_of_the_row(run, query):
     rows[number] = folded.rows(folded.entity_ids("new"))
     swapped = replace(model.shard, rows=rows)
     twin = AnsweringModel(model.scorer, swapped, model.store)
-    own = run.predict(**query, relation="r1", k=30, facts=FACTS)
+    own = run.fold_in(FACTS).predict(**query, relation="r1", k=30)
     others = {"e30" if part == "new" else part for part in query.values()}
     expected = twin.predict(**dict.fromkeys(query, *others), relation="r1", k=40)
     listed = [(one.label, one.score) for one in own if one.label != "e30"]
@@ -62,16 +61,16 @@ def test_answers_are_those_of_the_row(run, query):
 
 
 def test_facts_are_marked_and_left_out(run):
-    answers = {one.label: one for one in run.predict("new", "r0", k=40, facts=FACTS)}
+    answers = {one.label: one for one in run.fold_in(FACTS).predict("new", "r0", k=40)}
     assert {label for label, one in answers.items() if one.known} == {"e3", "e9"}
     assert answers["e3"].known == "facts"
-    rest = {one.label for one in run.predict("new", "r0", k=40, known=False, facts=FACTS)}
+    rest = {one.label for one in run.fold_in(FACTS).predict("new", "r0", k=40, known=False)}
     assert rest == answers.keys() - {"e3", "e9"}
-    heads = {one.label for one in run.predict(None, "r2", "new", 40, False, FACTS)}
+    heads = {one.label for one in run.fold_in(FACTS).predict(None, "r2", "new", 40, False)}
     assert "e7" not in heads and len(heads) == 36
-    others = run.predict("also", "r0", k=40, facts=FACTS + OTHERS)  # not those of "new"
+    others = run.fold_in(FACTS + OTHERS).predict("also", "r0", k=40)  # not those of "new"
     assert {one.label for one in others if one.known == "facts"} == {"e3"}
-    between = run.predict("new", None, "e5", facts=FACTS)
+    between = run.fold_in(FACTS).predict("new", None, "e5")
     assert {one.label: one.known for one in between} == {"r0": None, "r1": "facts", "r2": None}
 
 
@@ -88,13 +87,13 @@ def test_negatives_are_no_facts(run, monkeypatch):
 
 def test_an_export_answers_like_its_run(run, model):
     for options in ({"known": True}, {"known": False}):
-        own = run.predict("new", "r0", k=10, facts=FACTS, **options)
-        assert own == model.predict("new", "r0", k=10, facts=FACTS, **options)
+        own = run.fold_in(FACTS).predict("new", "r0", k=10, **options)
+        assert own == model.fold_in(FACTS).predict("new", "r0", k=10, **options)
     for candidates in ("seen", "all"):
-        options = {"exclude_known": True, "candidates": candidates, "facts": FACTS}
-        assert model.recommend("new", "r0", 37, **options) == run.recommend(
-            "new", "r0", 37, **options
-        )
+        options = {"exclude_known": True, "candidates": candidates}
+        found, expected = (x.fold_in(FACTS).recommend("new", "r0", 37, **options)
+                           for x in (model, run))  # fmt: skip
+        assert found == expected
 
 
 MODELS = [
@@ -121,10 +120,10 @@ def test_every_kind_of_run(changes, tmp_path, monkeypatch):
     store = tiny_store(tmp_path / "store")
     with api.train(config_of(store.path, tmp_path / "run", **changes)) as run:
         before = run.model.shard.rows.clone()
-        answers = run.predict("new", "r0", k=40, facts=FACTS)
+        answers = run.fold_in(FACTS).predict("new", "r0", k=40)
         assert torch.equal(before, run.model.shard.rows)
         exported = load_model(run.export(tmp_path / "export"))
-        assert exported.predict("new", "r0", k=40, facts=FACTS) == answers
+        assert exported.fold_in(FACTS).predict("new", "r0", k=40) == answers
         assert len(answers) == 37 and all(np.isfinite(one.score) for one in answers)
         totals, steps = [], fold_in_module._descended
 
@@ -149,16 +148,12 @@ PROBLEMS = [
 @pytest.mark.parametrize(("facts", "message"), PROBLEMS)
 def test_wrong_facts_are_named(run, facts, message):
     with pytest.raises(DataError, match=message):
-        run.predict("new", "r0", facts=FACTS[:1] * bool(facts) + facts)
+        run.fold_in(FACTS[:1] * bool(facts) + facts)
 
 
-def test_facts_without_effect_are_refused(run):
-    with pytest.raises(ConfigError, match="no effect"):
-        run.predict("e1", "r0", facts=FACTS)
-    with pytest.raises(ConfigError, match="no effect"):
-        run.recommend("e1", "r0", facts=FACTS)
+def test_labels_without_facts_stay_unknown(run):
     with pytest.raises(UnknownLabelError, match="nobody"):
-        run.predict("nobody", "r0", facts=FACTS)
+        run.fold_in(FACTS).predict("nobody", "r0")
 
 
 def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
@@ -167,7 +162,7 @@ def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
     command = ["predict", str(trained[0]), "--head", "new", "--relation", "r0", "--top", "3"]
     assert main([*command, "--facts", str(facts), "--format", "tsv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    expected = [one.label for one in run.predict("new", "r0", k=3, facts=FACTS)]
+    expected = [one.label for one in run.fold_in(FACTS).predict("new", "r0", k=3)]
     assert [line.split("\t")[1] for line in lines[1:]] == expected
     heads = tmp_path / "heads.txt"
     heads.write_text("new\nalso\ne4\n")
@@ -184,13 +179,21 @@ def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
     assert main([*command, "--head-facts", str(facts), "--format", "tsv", "--exclude-known"]) == 0
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[3] for row in rows] == ["new", "new", "also", "also", "e4", "e4"]
-    own = run.recommend("also", "r0", 2, exclude_known=True, facts=OTHERS)
+    own = run.fold_in(OTHERS).recommend("also", "r0", 2, exclude_known=True)
     assert [row[5] for row in rows[2:4]] == [one.label for one in own]
     queries = tmp_path / "queries.tsv"
     queries.write_text("new\tr0\t?\n?\tr2\tnew\n")
     assert main(["predict", str(trained[1]), "--queries", str(queries), "--facts", str(facts)]) == 0
-    assert main(["predict", str(trained[0]), "--relation", "r0", "--facts", str(facts)]) == 1
-    assert "no effect on new links" in capsys.readouterr().err
+    verb = ["predict", str(trained[0]), "--facts", str(facts)]
+    queries.write_text("e4\tr0\t?\n?\tr2\te5\n")
+    unused = "facts have no effect: no query has an entity of theirs"
+    for arguments, words in (
+        ([*verb, "--relation", "r0"], "no effect on new links"),
+        ([*verb, "--relation", "r0", "--head", "e4"], unused),
+        ([*verb, "--queries", str(queries), "-o", str(tmp_path / "out")], unused),
+    ):
+        assert main(arguments) == 1 and words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -207,14 +210,12 @@ def typed(tmp_path_factory):
 def test_a_new_entity_has_the_type_of_its_facts(typed, tmp_path):
     facts = [("user:new", "visits", "place:3"), ("user:new", "follows", "user:1")]
     for own in (typed, load_model(typed.export(tmp_path / "export"))):
-        answers = own.predict("user:new", "visits", k=50, facts=facts)
+        answers = own.fold_in(facts).predict("user:new", "visits", k=50)
         assert {one.label.split(":")[0] for one in answers} == {"place"}
         with pytest.raises(DataError, match="'user:new' is a user"):
-            own.predict(None, "visits", "user:new", facts=facts)
+            own.fold_in(facts).predict(None, "visits", "user:new")
         with pytest.raises(DataError, match="no type of entity"):
-            own.predict(
-                "x", "visits", facts=[("x", "visits", "place:3"), ("user:1", "visits", "x")]
-            )
+            own.fold_in([("x", "visits", "place:3"), ("user:1", "visits", "x")])
 
 
 def test_many_queries_may_name_new_entities(run):
@@ -223,30 +224,26 @@ def test_many_queries_may_name_new_entities(run):
     expected = [
         (row, head, one.label, one.score, one.known)
         for row, head in enumerate(heads)
-        for one in run.predict(head, "r0", k=5, facts=None if head == "e4" else facts)
+        for one in run.fold_in(facts).predict(head, "r0", k=5)
     ]
-    table = run.predict(heads, "r0", k=5, facts=facts)
+    table = run.fold_in(facts).predict(heads, "r0", k=5)
     columns = ("row", "head", "tail", "score", "known")
     assert [*zip(*(table[name].to_pylist() for name in columns), strict=True)] == expected
     queries = pa.table({"head": heads})
-    assert run.predict(queries, "r0", k=5, facts=facts).equals(table)
-    listed = run.recommend(heads, "r0", 5, facts=facts)
-    single = run.recommend("also", "r0", 5, facts=facts)
+    assert run.fold_in(facts).predict(queries, "r0", k=5).equals(table)
+    listed = run.fold_in(facts).recommend(heads, "r0", 5)
+    single = run.fold_in(facts).recommend("also", "r0", 5)
     assert listed["tail"].to_pylist()[-len(single) :] == [one.label for one in single]
-    for heads in ("e4", ["e4", "e5"]):
-        for ask in (run.predict, run.recommend):
-            with pytest.raises(ConfigError, match="facts have no effect"):
-                ask(heads, "r0", k=5, facts=facts)
 
 
 def of_facts(path):
     """Answers to new entities by one query and by many."""
     with api.open_run(path) as run:
-        table = run.predict(["new", "also", "e4"], "r0", k=9, facts=FACTS + OTHERS)
+        table = run.fold_in(FACTS + OTHERS).predict(["new", "also", "e4"], "r0", k=9)
         return (
-            run.predict("new", "r0", k=9, facts=FACTS),
-            run.predict(None, "r1", "new", 9, False, FACTS),
-            run.recommend("new", "r0", 9, exclude_known=True, facts=FACTS),
+            run.fold_in(FACTS).predict("new", "r0", k=9),
+            run.fold_in(FACTS).predict(None, "r1", "new", 9, False),
+            run.fold_in(FACTS).recommend("new", "r0", 9, exclude_known=True),
             table.to_pylist(),
         )
 
@@ -270,20 +267,20 @@ def test_every_number_of_ranks_gives_the_same(trained):
 def test_a_resumed_run_answers_like_one_that_never_stopped(tmp_path):
     store = tiny_store(tmp_path / "store")
     with api.train(config_of(store.path, tmp_path / "whole", train__epochs=2)) as whole:
-        expected = whole.predict("new", "r0", k=40, facts=FACTS)
+        expected = whole.fold_in(FACTS).predict("new", "r0", k=40)
     with api.train(config_of(store.path, tmp_path / "part", train__epochs=1)) as part:
-        assert part.predict("new", "r0", k=40, facts=FACTS) != expected
+        assert part.fold_in(FACTS).predict("new", "r0", k=40) != expected
     with api.resume(tmp_path / "part", {"train.epochs": 2}) as resumed:
-        assert resumed.predict("new", "r0", k=40, facts=FACTS) == expected
+        assert resumed.fold_in(FACTS).predict("new", "r0", k=40) == expected
 
 
 def test_a_run_with_features_takes_no_features_of_new_entities(tmp_path):
     """Rows of known entities are sums, as in its export; a feature is no entity of a fact."""
     facts = [("new", "r0", "e3"), ("new", "r1", "e2")]
     with api.open_run(featured_run()) as run:
-        answers = run.predict("new", "r0", k=99, facts=facts)
+        answers = run.fold_in(facts).predict("new", "r0", k=99)
         assert len(answers) == run.model.num_entities
         exported = load_model(run.export(tmp_path / "export"))
-        assert exported.predict("new", "r0", k=99, facts=facts) == answers
+        assert exported.fold_in(facts).predict("new", "r0", k=99) == answers
         with pytest.raises(DataError, match="neither 'new' nor 'kind 1'"):
-            run.predict("new", "r0", facts=[("new", "r0", "kind 1")])
+            run.fold_in([("new", "r0", "kind 1")])

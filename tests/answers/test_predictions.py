@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from ranking_cases import make_known
 from training_runs import config_of
 
@@ -83,7 +82,7 @@ def test_ranks_match_evaluation(run):
     triples = triples[random.integers(len(triples), size=500)]
     ranks = model.ranks_of(triples, "test", run.config.evaluation)
     for side, column in (("head", 0), ("tail", 2)):
-        scores, ids = best(model, side, torch.from_numpy(triples), Choice(37))
+        scores, ids = best(model, side, triples, Choice(37))
         index = store.filter_index()
         anchors, answers = triples[:, 2 - column], triples[:, column]
         known = index.contains(side, anchors, triples[:, 1], ids.numpy())

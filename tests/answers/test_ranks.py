@@ -9,13 +9,15 @@ import pytest
 from worlds import run_world
 
 from kge_torchrec import api, load_model
+from kge_torchrec.answers.bulk import answer_file
+from kge_torchrec.answers.queries import Choice
 
 FILE = "e1\tr0\t?\n?\tr1\te2\ne1\tr0\nnobody\tr0\t?\ne3\t?\te4\n"
 
 
 def answers(run, folder):
     """Answers of every kind, as lists of records that have labels and scores."""
-    report = run.answer_file(folder / "queries", folder / "out", k=4)
+    report = answer_file(run.model, folder / "queries", Choice(4), folder / "out")
     return (
         {
             "tails": run.predict("e1", "r0", k=7),
@@ -38,10 +40,12 @@ def on_ranks(path, export, folder):
     with api.open_run(path) as run:
         results = answers(run, folder)
         errors = []
-        for work in (lambda: run.answer_file(folder / "queries", folder / "nowhere" / "out"),
-                     lambda: run.answer_file(folder / "nothing", folder / "other")):  # fmt: skip
+        for name, output in (
+            ("queries", folder / "nowhere" / "out"),
+            ("nothing", folder / "other"),
+        ):
             try:
-                work()
+                answer_file(run.model, folder / name, Choice(), output)
             except (OSError, ValueError) as error:
                 errors.append(type(error).__name__)
         try:

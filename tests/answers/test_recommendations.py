@@ -8,11 +8,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from kge_torchrec.answers.bulk import answer_file
+from kge_torchrec.answers.queries import recommended
 from kge_torchrec.cli import main
 from kge_torchrec.errors import DataError, UnknownLabelError
 
 HEADS = ["e1", "e5", "e30"]
 ALL = {"exclude_known": False, "candidates": "all"}
+
+
+def recommend_file(run, heads, relation, output, exclude_known=False):
+    choice = recommended(run.model, 5, exclude_known, "seen")
+    return answer_file(run.model, heads, choice, output, "parquet", relation)
 
 
 def oracle(run, head, relation, k, exclude_known=False, candidates="seen"):
@@ -70,7 +77,7 @@ def test_file_of_heads_gets_the_same_answers(run, tmp_path):
     heads = tmp_path / "heads"
     labels = [f"e{i}" for i in range(37)]
     heads.write_text("\n".join([*labels, "", "nobody"]))
-    report = run.recommend_file(heads, "r1", tmp_path / "out", "parquet", 5, exclude_known=True)
+    report = recommend_file(run, heads, "r1", tmp_path / "out", exclude_known=True)
     assert report.answered == 37 and [problem.line for problem in report.problems] == [39]
     assert report.problems[0].reason.startswith("unknown entity 'nobody'")
     rows = pq.read_table(tmp_path / "out").to_pylist()
@@ -81,7 +88,7 @@ def test_file_of_heads_gets_the_same_answers(run, tmp_path):
     ]
     names = ("line", "head", "relation", "tail", "rank", "score", "known")
     assert [tuple(row[name] for name in names) for row in rows] == expected
-    run.recommend_file(heads, "r1", tmp_path / "out", "parquet", 5)
+    recommend_file(run, heads, "r1", tmp_path / "out")
     known = [row["known"] for row in pq.read_table(tmp_path / "out").to_pylist()]
     assert known == [x.known for label in labels for x in run.recommend(label, "r1", 5)]
     assert "train" in known and None in known
@@ -115,7 +122,7 @@ def test_invalid_queries_are_named(run, tmp_path):
         run.recommend("e1", "likes")
     (tmp_path / "heads").write_text("e1\n")
     with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
-        run.recommend_file(tmp_path / "heads", "likes", tmp_path / "out")
+        recommend_file(run, tmp_path / "heads", "likes", tmp_path / "out")
     with pytest.raises(DataError, match="must be seen, all or a file of labels: no file sene"):
         run.recommend("e1", "r0", candidates="sene")
     (tmp_path / "items").write_text("e1\nshoe\n")
@@ -124,7 +131,7 @@ def test_invalid_queries_are_named(run, tmp_path):
     for name in ("heads", "items"):
         (tmp_path / name).write_text("\n")
     with pytest.raises(DataError, match="heads is empty: write lines of one label each"):
-        run.recommend_file(tmp_path / "heads", "r0", tmp_path / "out")
+        recommend_file(run, tmp_path / "heads", "r0", tmp_path / "out")
     with pytest.raises(DataError, match="items is empty: write lines of one label each"):
         run.recommend("e1", "r0", candidates=tmp_path / "items")
     assert not (tmp_path / "out").exists()

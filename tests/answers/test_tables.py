@@ -9,7 +9,7 @@ from training_runs import config_of
 from worlds import run_world
 
 from kge_torchrec import api, load_model
-from kge_torchrec.answers import files
+from kge_torchrec.answers import sources
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
 
@@ -50,8 +50,7 @@ def test_many_queries_get_the_answers_of_each(run, model, parts, monkeypatch):
         assert results.to_pylist() == [{name: row[name] for name in results.column_names}
                                        for row in expected]  # fmt: skip
         assert source.predict(as_table(parts), k=4) == results
-    monkeypatch.setattr(files, "BATCH", 3)  # queries per batch
-    monkeypatch.setattr("kge_torchrec.answers.tables.BATCH", 3)
+    monkeypatch.setattr(sources, "BATCH", 3)  # queries per batch
     assert source.predict(**parts, k=4).to_pylist() == results.to_pylist()
     assert source.predict(as_table(parts), k=4).to_pylist() == results.to_pylist()
 

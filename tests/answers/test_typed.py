@@ -7,7 +7,7 @@ import random
 import pytest
 from training_runs import config_of
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api, load_model, trained_model
 from kge_torchrec.answers.calibration import listed as listed_answers
 from kge_torchrec.errors import DataError
 from kge_torchrec.ranking import candidates
@@ -62,18 +62,19 @@ def test_calibration_is_fitted_to_answers_that_predict_lists(typed):
 
 
 def test_sets_of_candidates_are_made_once(typed, monkeypatch):
-    made, make = [], candidates.make_candidates
-    monkeypatch.setattr(
-        "kge_torchrec.trained_model.make_candidates",
-        lambda *args: made.append(args[0]) or make(*args),
-    )
+    made = []
+    for name in ("Frequencies", "TypedCandidates"):
+        make = getattr(candidates, name)
+        monkeypatch.setattr(
+            trained_model, name, lambda *x, n=name, make=make: made.append(n) or make(*x)
+        )
     model = typed.model
-    model._candidates.clear()
+    model._kept.clear()
     for _ in range(3):
         model.candidates("types")
         typed.predict("user:1", "visits")
         typed.recommend("user:1", "visits")
-    assert made == ["types", "seen"]
+    assert made == ["Frequencies", "TypedCandidates"]
 
 
 def test_an_export_keeps_to_the_types(typed, tmp_path):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from training_runs import random_triples, shared_folder
 
 from kge_torchrec import api, extend, load_model, prepare
+from kge_torchrec.answers.bulk import answer_file
 from kge_torchrec.answers.calibration import Calibration, Curve
-from kge_torchrec.answers.queries import PARTS, new_links
+from kge_torchrec.answers.queries import PARTS, Choice, new_links
 from kge_torchrec.errors import DataError
 from kge_torchrec.serving.app import create_app
 
@@ -173,14 +174,15 @@ def test_export_answers_new_entities_like_its_run(kind):
     heads, relations, tails = (labels.labels(x) for labels, x in zip(of, triples.T, strict=True))
     facts = [("new", relation, tail) for relation, tail in zip(relations, tails, strict=True)]
     asks = [
-        lambda m: m.predict("new", relations[0], k=60, facts=facts),
-        lambda m: m.predict("new", relations[0], k=60, known=False, facts=facts),
-        lambda m: m.predict("new", None, tails[1], k=60, facts=facts),
-        lambda m: m.predict(["new", heads[0]], relations[0], k=60, facts=facts),
-        lambda m: m.recommend("new", relations[0], 60, exclude_known=True, facts=facts),
+        lambda m: m.predict("new", relations[0], k=60),
+        lambda m: m.predict("new", relations[0], k=60, known=False),
+        lambda m: m.predict("new", None, tails[1], k=60),
+        lambda m: m.predict(["new", heads[0]], relations[0], k=60),
+        lambda m: m.recommend("new", relations[0], 60, exclude_known=True),
     ]
+    folded, own = model.fold_in(facts), run.fold_in(facts)
     for number, ask in enumerate(asks):
-        found, expected = ask(model), ask(run)
+        found, expected = ask(folded), ask(own)
         assert found == expected
         if number == 0:
             assert {tails[0]} <= {answer.label for answer in found if answer.known == "facts"}
@@ -219,8 +221,8 @@ def test_server_of_an_export_replies_like_that_of_its_run(kind):
         ("/predict", {"head": h, "relation": r, "k": 7}),
         ("/predict", {"head": h, "relation": r, "known": False}),
         ("/predict", {"head": h, "tail": t}),
-        ("/recommend", {"head": h, "relation": r}),
-        ("/recommend", {"head": h, "relation": r, "exclude_known": True, "candidates": "all"}),
+        ("/recommend", {"heads": [h], "relation": r}),
+        ("/recommend", {"heads": [h], "relation": r, "exclude_known": True, "candidates": "all"}),
         ("/score", {"triples": [[h, r, t]], "side": "head"}),
         ("/nearest", {"entity": h, "k": 5}),
     ]
@@ -246,6 +248,6 @@ def test_export_lives_without_its_run(tmp_path):
     model = load_model(moved)
     assert (model.predict("a", "r"), model.recommend("{x", "r")) == expected
     (tmp_path / "queries").write_text('{x\tr\t?\n?\tr\t{x\n{"a"\tr\t?\n')
-    report = model.answer_file(tmp_path / "queries", tmp_path / "answers.tsv")
+    report = answer_file(model, tmp_path / "queries", Choice(), tmp_path / "answers.tsv")
     assert report.answered == 2 and [x.line for x in report.problems] == [3]
     assert "{x\tr\tb" in (tmp_path / "answers.tsv").read_text()

@@ -122,7 +122,7 @@ def test_equal_scores_sort_by_id_and_nan_last(model, monkeypatch):
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
     tied = replace(model, shard=EntityShard(torch.from_numpy(table), 0, 200, replicated=True))
-    scores, ids = (x[0] for x in best(tied, "tail", torch.tensor([[3, 0, 0]]), Choice(200)))
+    scores, ids = (x[0] for x in best(tied, "tail", np.array([[3, 0, 0]]), Choice(200)))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
     order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]

@@ -96,6 +96,10 @@ def test_serving_does_not_change_the_run(world, step0):
     held = content(world / "run", world / "store", step0)
     for run in (world / "run", step0):
         with TestClient(create_app(opened_model(run), "run")) as client:
-            for path in ("/predict?head=e1&relation=r0", "/nearest?entity=e1", "/", "/metrics"):
+            for path in ("/entities", "/", "/metrics"):
                 assert client.get(path).status_code == 200
+            for path, body in (
+                ("/predict", {"head": "e1", "relation": "r0"}), ("/nearest", {"entity": "e1"}),
+            ):  # fmt: skip
+                assert client.post(path, json=body).status_code == 200
     assert content(world / "run", world / "store", step0) == held

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, evaluate, tiny_store
@@ -18,9 +19,14 @@ from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking import baselines
-from kge_torchrec.ranking.baselines import Task, item_knn, most_frequent, unbeaten
+from kge_torchrec.ranking import neighbors as knn_file
+from kge_torchrec.ranking.baselines import unbeaten
+from kge_torchrec.ranking.candidates import Frequencies
+from kge_torchrec.ranking.neighbors import NeighborScores, is_feasible
+from kge_torchrec.ranking.popularity import FrequentScores
+from kge_torchrec.ranking.search import RankOptions, compare
 
 N, R = 12, 2
 TRIPLES = st.sets(
@@ -35,14 +41,14 @@ class Seen:
     def __init__(self, triples):
         self.seen = {side: {(r, (h, t)[side == "tail"]) for h, r, t in triples} for side in SIDES}
 
+    def mask(self, side, relation, first, stop):
+        entities = np.arange(first, stop)
+        return self.contain(side, entities * 0 + relation, entities)
+
     def contain(self, side, relations, entities):
         pairs = zip(relations.tolist(), entities.tolist(), strict=True)
         return np.array([entity == 7 or (relation, entity) in self.seen[side]
                          for relation, entity in pairs], bool)  # fmt: skip
-
-    def sizes(self, side):
-        every = np.arange(N)
-        return np.array([self.contain(side, every * 0 + r, every).sum() for r in range(R)])
 
 
 def indexed(*splits):
@@ -55,15 +61,15 @@ def rows(triples):
     return np.array(sorted(triples), np.int64).reshape(-1, 3)
 
 
-def task_of(train, known, side, is_restricted):
+def store_of(train):
     sides = {side: build_side(side, rows(train), N, R) for side in SIDES}
-    store = SimpleNamespace(
+    return SimpleNamespace(
         num_entities=N, num_relations=R, side_index=lambda split, side: sides[side],
         filter_index=lambda splits: indexed(train),
     )  # fmt: skip
-    only = Seen(train) if is_restricted else None
-    sizes = np.full(R, N) if only is None else only.sizes(side)
-    return Task(store, side, indexed(*known), only, sizes)
+
+
+SHARD = EntityShard(torch.empty(N, 0), 0, N)
 
 
 def frequency(train, side, relation, anchor):
@@ -90,9 +96,9 @@ def knn(train, side, relation, anchor, neighbors):
     return scores
 
 
-def by_hand(task, triples, scores_of, is_lists, known):
+def by_hand(side, only, triples, scores_of, is_lists, known):
     """{triple: (better, equal, pool)} by one loop per answer."""
-    anchor, answer = (0, 2) if task.side == "tail" else (2, 0)
+    anchor, answer = (0, 2) if side == "tail" else (2, 0)
     counts = {}
     for triple in triples.tolist():
         relation, own = triple[1], triple[answer]
@@ -107,8 +113,7 @@ def by_hand(task, triples, scores_of, is_lists, known):
             e
             for e in range(N)
             if e not in taken
-            and (task.candidates is None
-                 or task.candidates.contain(task.side, np.array([relation]), np.array([e]))[0])
+            and (only is None or only.contain(side, np.array([relation]), np.array([e]))[0])
         ]  # fmt: skip
         counts[tuple(triple)] = (
             sum(scores[e] > scores[own] for e in pool),
@@ -119,6 +124,7 @@ def by_hand(task, triples, scores_of, is_lists, known):
 
 
 def as_counts(counts, triples):
+    """The same of the engine."""
     columns = counts.better.tolist(), counts.equal.tolist(), counts.pool.tolist()
     found = zip(*columns, strict=True)
     return dict(zip(map(tuple, triples[counts.order].tolist()), found, strict=True))
@@ -126,37 +132,39 @@ def as_counts(counts, triples):
 
 @pytest.mark.parametrize("side", SIDES)
 @settings(max_examples=40)
-@given(
-    TRIPLES, TRIPLES, TRIPLES, st.booleans(), st.integers(1, 5), st.sampled_from([1, 9, 1 << 20])
-)
+@given(TRIPLES, TRIPLES, TRIPLES, st.booleans(), st.integers(1, 5), st.integers(1, 9))
 @example({(0, 0, 1)}, {(0, 0, 2)}, {(0, 1, 3), (0, 0, 1)}, True, 1, 1)
 def test_counts_match_loops_over_all_candidates(
     side, train, valid, ranked, is_restricted, neighbors, batch
 ):
-    triples, known = rows(ranked), train | valid
-    task = task_of(train, (train, valid), side, is_restricted)
+    triples, known, store = rows(ranked), train | valid, store_of(train)
+    only = Seen(train) if is_restricted else None
+    options = RankOptions(only, batch_size=batch)
+
+    def check(scores, scores_by_hand, is_lists):
+        k = 0 if is_lists else None
+        counts = compare(scores, triples, side, indexed(train, valid), options, k)
+        expected = by_hand(side, only, triples, scores_by_hand, is_lists, known)
+        assert as_counts(counts, triples) == expected
+        is_known = [tuple(row) in known for row in triples[counts.order].tolist()]
+        assert counts.is_known.tolist() == is_known
+
+    frequent = FrequentScores(SHARD, Frequencies(store, (0, N)))
+    for is_lists in (False, True):
+        check(frequent, lambda r, a: frequency(train, side, r, a), is_lists)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baselines, "FILTERED", batch)
-        patch.setattr(baselines, "NEIGHBORS", neighbors)
-        for is_lists in (False, True):
-            counts = most_frequent(task, triples, is_lists)
-            expected = by_hand(
-                task, triples, lambda r, a: frequency(train, side, r, a), is_lists, known
-            )
-            assert as_counts(counts, triples) == expected
-        counts = item_knn(task, triples)
-    expected = by_hand(task, triples, lambda r, a: knn(train, side, r, a, neighbors), True, known)
-    assert as_counts(counts, triples) == expected
-    is_known = [tuple(row) in known for row in triples[counts.order].tolist()]
-    assert counts.is_known.tolist() == is_known
+        patch.setattr(knn_file, "NEIGHBORS", neighbors)
+        nearest = NeighborScores(SHARD, store, side, triples[:, 1])
+        check(nearest, lambda r, a: knn(train, side, r, a, neighbors), True)
 
 
 def test_item_knn_is_left_out_where_it_takes_too_long(monkeypatch):
-    train = set(itertools.product(range(4), [0], range(4)))
+    store, relations = store_of(set(itertools.product(range(4), [0], range(4)))), np.zeros(1, int)
+    assert is_feasible(store, "tail", relations)
     for name in ("PAIRS", "ITEMS"):
         with monkeypatch.context() as patch:
-            patch.setattr(baselines, name, 3)
-            assert item_knn(task_of(train, (train,), "tail", False), rows({(0, 0, 5)})) is None
+            patch.setattr(knn_file, name, 3)
+            assert not is_feasible(store, "tail", relations)
 
 
 @pytest.fixture(scope="module")
@@ -242,5 +250,5 @@ def test_the_most_similar_items_come_before_ties():
     items = np.repeat(np.arange(4), 2)
     order = np.argsort(users, kind="stable")
     items_at = np.append(0, np.cumsum(np.bincount(users)))
-    ids, cosines = similar_items(items_at, items[order], np.arange(0, 9, 2), users, 2)
+    ids, cosines = similar_items(items_at, items[order], np.arange(0, 9, 2), users, 0, 4, 2)
     assert sorted(ids[0].tolist()) == [1, 3] and sorted(cosines[0].tolist()) == [0.5, 1.0]

@@ -15,7 +15,8 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.candidates import make_candidates
+from kge_torchrec.ranking.blocks import ModelScores
+from kge_torchrec.ranking.candidates import Frequencies, SeenCandidates, TypedCandidates
 from kge_torchrec.ranking.ranks import metrics, rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
@@ -89,12 +90,16 @@ def oracle(store, scorer, table, candidates) -> dict:
     return results
 
 
-def rank_among(path, kind, types, scorer, table, edges):
+def candidates_of(store, rows, types):
+    frequencies = Frequencies(store, rows)
+    return TypedCandidates(frequencies, store, types) if types else SeenCandidates(frequencies)
+
+
+def rank_among(path, types, scorer, table, edges):
     store = TripleStore.open(path)
     shard = my_shard(table, edges)
-    ranks = rank_triples(
-        scorer, shard, store.test, store.filter_index(),
-        RankOptions(candidates=make_candidates(kind, types, store, shard.row_range),
+    ranks = rank_triples(ModelScores(scorer, shard), store.test, store.filter_index(),
+        RankOptions(candidates=candidates_of(store, shard.row_range, types),
                     block_bytes=1, batch_size=7),
     )  # fmt: skip
     kinds = (ranks.optimistic, ranks.pessimistic)
@@ -120,7 +125,7 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
     }  # fmt: skip
     assert min(outside.values()) > 0 and min(map(len, candidates.values())) < store.num_entities
     types = str(types_file) if kind == "types" else None
-    arguments = (store.path, kind, types, scorer, table)
+    arguments = (store.path, types, scorer, table)
     for world_size, edges in EDGES.items():
         edges = [min(edge, store.num_entities) for edge in edges]
         for results in run_world(world_size, rank_among, *arguments, edges):
@@ -129,12 +134,11 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
 
 def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
     """Entities that are no candidates are not counted, even if the true score is minus infinity."""
-    candidates = make_candidates("seen", None, store, (0, store.num_entities))
+    candidates = candidates_of(store, (0, store.num_entities), None)
     for value in (-torch.inf, torch.nan):
         table = torch.full((store.num_entities, 1), value)
         ranks = rank_triples(
-            ColumnScorer(),
-            whole(table),
+            ModelScores(ColumnScorer(), whole(table)),
             store.test.astype(int),
             None,
             RankOptions(candidates=candidates),

@@ -19,7 +19,7 @@ from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
-from kge_torchrec.ranking.blocks import score_block
+from kge_torchrec.ranking.blocks import ModelScores, score_block
 from kge_torchrec.ranking.ranks import metrics, rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
@@ -42,12 +42,12 @@ def duplicated_table(seed=3):
 def rank_on_my_shard(scorer, table, edges, triples, known, kwargs):
     shard = my_shard(table, edges)
     known = None if known is None else make_known(known, len(table), R)
-    return as_lists(rank_triples(scorer, shard, triples, known, RankOptions(**kwargs)))
+    return as_lists(rank_triples(ModelScores(scorer, shard), triples, known, RankOptions(**kwargs)))
 
 
 def as_lists(ranks):
     kinds = (ranks.optimistic, ranks.pessimistic)
-    return {side: tuple(kind[side].tolist() for kind in kinds) for side in ranks.sides}
+    return {side: tuple(kind[side].tolist() for kind in kinds) for side in SIDES}
 
 
 def oracle(scorer, table, triples, known=()):
@@ -76,7 +76,7 @@ def test_equal_rows_tie_exactly(name):
     table, scorer = duplicated_table(), make_scorer(name, R, D)
     for block_bytes in (1, 1 << 16, None):
         ranks = rank_triples(
-            scorer, whole(table), QUERIES, None, RankOptions(block_bytes=block_bytes)
+            ModelScores(scorer, whole(table)), QUERIES, None, RankOptions(block_bytes=block_bytes)
         )
         for side in SIDES:
             assert (ranks.pessimistic[side] - ranks.optimistic[side] == 2).all()
@@ -107,8 +107,7 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
     known = make_known(KNOWN, N, R)
     queries = QUERIES[80:120]
     ranks = rank_triples(
-        scorer,
-        whole(table),
+        ModelScores(scorer, whole(table)),
         queries,
         known,
         RankOptions(block_bytes=block_bytes, batch_size=batch_size),
@@ -121,7 +120,10 @@ def test_answers_are_scored_in_groups(monkeypatch):
     table, scorer = duplicated_table(), make_scorer("complex", R, D)
     monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 128 answers at once
     ranks = rank_triples(
-        scorer, whole(table), QUERIES, make_known(KNOWN, N, R), RankOptions(batch_size=7)
+        ModelScores(scorer, whole(table)),
+        QUERIES,
+        make_known(KNOWN, N, R),
+        RankOptions(batch_size=7),
     )
     assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
 
@@ -136,13 +138,17 @@ def test_filter_and_ties_match_the_oracle(data):
     triple = st.tuples(ids, st.integers(0, 1), ids)
     triples = torch.tensor(data.draw(st.lists(triple, min_size=1, max_size=6)))
     known = data.draw(st.lists(triple, max_size=40))
-    ranks = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, entities, 2))
+    ranks = rank_triples(
+        ModelScores(ColumnScorer(), whole(table)), triples, make_known(known, entities, 2)
+    )
     assert as_lists(ranks) == oracle(ColumnScorer(), table, triples, known)
 
 
 def test_constant_scorer_ranks_like_chance():
     table, entities = torch.zeros(1001, 1), 1001
-    ranks = rank_triples(ColumnScorer(), whole(table), random_triples(50, entities, 1, 0), None)
+    ranks = rank_triples(
+        ModelScores(ColumnScorer(), whole(table)), random_triples(50, entities, 1, 0), None
+    )
     realistic = metrics(ranks)["both"]["realistic"]
     assert realistic["mr"] == (entities + 1) / 2
     assert realistic["mrr"] == pytest.approx(2 / (entities + 1))
@@ -155,16 +161,17 @@ def test_minus_infinity_true_score_beats_filtered_answers():
     triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
     table = whole(torch.tensor(values)[:, None])
     known = make_known(known, 7, 1)
-    ranks = rank_triples(ColumnScorer(), table, triples, known, sides=("tail",))
-    assert as_lists(ranks) == {"tail": ([2], [4])}
+    ranks = rank_triples(ModelScores(ColumnScorer(), table), triples, known)
+    assert as_lists(ranks)["tail"] == ([2], [4])
 
 
 def test_no_score_matrix_exceeds_the_block():
     scorer, bound = ColumnScorer(), 1 << 17
-    rank_triples(
-        scorer, whole(torch.randn(5000, 1)), random_triples(600, 5000, 1, 0), None,
-        RankOptions(block_bytes=bound, batch_size=128),
-    )  # fmt: skip
+    scores, options = (
+        ModelScores(scorer, whole(torch.randn(5000, 1))),
+        RankOptions(None, bound, 128),
+    )
+    rank_triples(scores, random_triples(600, 5000, 1, 0), None, options)
     assert max(scorer.comparison.bytes) <= bound
 
 
@@ -172,11 +179,13 @@ def test_training_mode_is_restored():
     scorer = make_scorer("distmult", R, D)
     for mode in (True, False):
         scorer.train(mode)
-        rank_triples(scorer, whole(duplicated_table()), QUERIES[:2], None)
+        rank_triples(ModelScores(scorer, whole(duplicated_table())), QUERIES[:2], None)
         assert scorer.training is mode
     scorer.train()
     with pytest.raises(IndexError):
-        rank_triples(scorer, whole(duplicated_table()), torch.tensor([[0, 0, N]]), None)
+        rank_triples(
+            ModelScores(scorer, whole(duplicated_table())), torch.tensor([[0, 0, N]]), None
+        )
     assert scorer.training
 
 
@@ -184,8 +193,7 @@ def test_progress_counts_every_answer():
     """The ten answers have five queries, so a batch of four queries has eight answers."""
     counts = []
     triples = torch.arange(30).view(10, 3) // 6 * torch.tensor([1, 0, 1])
-    rank_triples(
-        ColumnScorer(), whole(torch.zeros(5, 1)), triples, None,
+    rank_triples(ModelScores(ColumnScorer(), whole(torch.zeros(5, 1))), triples, None,
         RankOptions(batch_size=4, progress=counts.append),
     )  # fmt: skip
     assert counts == [8, 2] * 2
@@ -193,16 +201,16 @@ def test_progress_counts_every_answer():
 
 def test_low_precision_tables_rank_in_float32():
     table, scorer = duplicated_table().bfloat16(), make_scorer("complex", R, D)
-    ranks = rank_triples(scorer, whole(table), QUERIES, make_known(KNOWN, N, R))
+    ranks = rank_triples(ModelScores(scorer, whole(table)), QUERIES, make_known(KNOWN, N, R))
     assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
 
 
 def test_empty_and_misshapen_triples_are_handled():
     none = torch.empty(0, 3, dtype=torch.int64)
-    ranks = rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none, None)
+    ranks = rank_triples(ModelScores(ColumnScorer(), whole(torch.zeros(4, 1))), none, None)
     assert all(len(ranks.values(side, "realistic")) == 0 for side in SIDES)
     with pytest.raises(ValueError, match=r"\(T, 3\)"):
-        rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none[:, :2], None)
+        rank_triples(ModelScores(ColumnScorer(), whole(torch.zeros(4, 1))), none[:, :2], None)
 
 
 def test_query_with_millions_of_answers_is_filtered_in_pieces():
@@ -212,10 +220,10 @@ def test_query_with_millions_of_answers_is_filtered_in_pieces():
     triples = np.stack([answers * 0, answers * 0, answers], 1)
     known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]), entities, 1)
     table = torch.arange(entities, dtype=torch.float32)[:, None]
-    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), ("tail",)
-    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), sides=tail)
+    queries = torch.tensor([[0, 0, 10], [1, 0, 11]])
+    rank_triples(ModelScores(ColumnScorer(), whole(table[:64])), queries, make_known([], 64, 1))
     tracemalloc.start()
-    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, sides=tail)
+    ranks = rank_triples(ModelScores(ColumnScorer(), whole(table)), queries, known)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     better = entities // 2 - 5, entities // 2 - 6  # those of the other parity

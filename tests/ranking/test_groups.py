@@ -114,7 +114,7 @@ def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     monkeypatch.setattr(groups, "LINES", 2)
     names = ["relation", "category", "frequency"]
     assert main(["evaluate", str(run), "--by", *names]) == 0
-    assert len(ranked) == 1
+    assert [len(args) for args in ranked] == [4, 5]  # by the model, and by its baseline
     text = capsys.readouterr().out
     expected = json.loads((run / "results.json").read_text())["test"]
     del expected["baselines"]

@@ -11,7 +11,8 @@ from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
-from kge_torchrec.ranking.search import Queries, top_k
+from kge_torchrec.ranking.blocks import ModelScores, Queries
+from kge_torchrec.ranking.search import top_k
 
 N, R, D, B = 200, 3, 8, 20
 EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}
@@ -28,10 +29,10 @@ def case(seed=0):
 def top_k_on_my_shard(table, edges, anchors, relations, k):
     """Return the top-k of every scorer and side, in small blocks."""
     blocks.CPU_BLOCK_BYTES = 1  # of this process only
-    exclude = answers_of(*EXCLUDE, len(anchors))
+    exclude, shard = answers_of(*EXCLUDE, len(anchors)), my_shard(table, edges)
     return {
         (name, side): top_k(
-            make_scorer(name, R, D), my_shard(table, edges), Queries(anchors, relations, side), k,
+            ModelScores(make_scorer(name, R, D), shard), Queries(anchors, relations, side), k,
             exclude,
         )
         for name in RANKED
@@ -61,7 +62,7 @@ def test_top_k_matches_the_oracle_on_every_world_size(name, side):
 def test_k_above_number_of_entities():
     table = torch.tensor([[3.0], [1.0], [2.0]])
     zero = torch.zeros(1, dtype=torch.int64)
-    scores, ids = top_k(ColumnScorer(), whole(table), Queries(zero, zero, "tail"), 5)
+    scores, ids = top_k(ModelScores(ColumnScorer(), whole(table)), Queries(zero, zero, "tail"), 5)
     assert ids.tolist() == [[0, 2, 1, -1, -1]]
     assert scores.tolist() == [[3, 2, 1, -torch.inf, -torch.inf]]
 
@@ -70,7 +71,9 @@ def test_excluded_entities_never_appear():
     table = torch.zeros(3, 1)
     zero = torch.zeros(1, dtype=torch.int64)
     exclude = answers_of([0, 0], [0, 2], 1)
-    _, ids = top_k(ColumnScorer(), whole(table), Queries(zero, zero, "head"), 3, exclude)
+    _, ids = top_k(
+        ModelScores(ColumnScorer(), whole(table)), Queries(zero, zero, "head"), 3, exclude
+    )
     assert ids.tolist() == [[1, -1, -1]]
 
 
@@ -84,7 +87,7 @@ def test_special_values_sort_as_documented(data):
     out = data.draw(st.sets(st.integers(0, len(values) - 1)))  # an excluded one is never the worst
     exclude = answers_of([0] * len(out), sorted(out), 1)
     queries = Queries(zero, zero, "tail")
-    scores, ids = top_k(ColumnScorer(), whole(table), queries, len(values), exclude)
+    scores, ids = top_k(ModelScores(ColumnScorer(), whole(table)), queries, len(values), exclude)
     pairs = {(0, entity) for entity in out}
     (best,) = oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values), pairs)
     assert ids[0].tolist() == best + [-1] * len(out)
@@ -95,6 +98,6 @@ def test_special_values_sort_as_documented(data):
 def test_bad_arguments_raise():
     table, zero = torch.zeros(3, 1), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="k must"):
-        top_k(ColumnScorer(), whole(table), Queries(zero, zero, "tail"), 0)
+        top_k(ModelScores(ColumnScorer(), whole(table)), Queries(zero, zero, "tail"), 0)
     with pytest.raises(IndexError):
-        top_k(ColumnScorer(), whole(table), Queries(zero + 3, zero, "tail"), 1)
+        top_k(ModelScores(ColumnScorer(), whole(table)), Queries(zero + 3, zero, "tail"), 1)

@@ -8,7 +8,8 @@ from starlette.testclient import TestClient
 from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
-from kge_torchrec.serving.app import Limits, create_app
+from kge_torchrec.serving import app as app_file
+from kge_torchrec.serving.app import create_app
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +22,11 @@ def model(store):
     return model_of(store)
 
 
-@pytest.fixture(scope="session")
-def python(model):
-    return model
-
-
 @pytest.fixture(scope="module")
 def client(model):
-    app = create_app(model, "tiny", Limits(k=20, body=10_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_file, "MAX_BODY", 10_000)
+        app = create_app(model, "tiny", 20)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
 

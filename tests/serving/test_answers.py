@@ -19,15 +19,13 @@ from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching, server
 from kge_torchrec.serving.app import Scored, create_app
-from kge_torchrec.serving.batching import (
-    Answerer,
-    Busy,
-    Nearest,
-    Predict,
-    Recommend,
-    Score,
+from kge_torchrec.serving.batching import Answerer, Busy, answers
+from kge_torchrec.serving.questions import (
+    NearestRequest,
+    PredictRequest,
+    RecommendRequest,
+    ScoreRequest,
     Unknown,
-    answers,
 )
 
 N, R, D = 37, 3, 8
@@ -36,53 +34,42 @@ PREDICT = [
     {"tail": "e3", "relation": "r1"},
     {"head": "e3", "tail": "e4"},
 ]
+NEAREST = NearestRequest(entity="e1", k=2)
+
+
+def tails(head, relation, k, **more):
+    return PredictRequest(head=head, relation=relation, k=k, **more)
+
+
+def ask(client, kind, **body):
+    return client.post(f"/{kind}", json=body).json()
 
 
 @pytest.mark.parametrize("queries", PREDICT)
 @pytest.mark.parametrize("known", [True, False])
-def test_predict_matches_python(client, python, store, queries, known):
-    expected = [asdict(one) for one in python.predict(**queries, k=5, known=known)]
-    by_address = client.get("/predict", params={**queries, "k": 5, "known": known})
-    by_body = client.post("/predict", json={**queries, "k": 5, "known": known})
-    assert by_address.json() == by_body.json() == {"answers": expected}
+def test_predict_matches_python(client, model, store, queries, known):
+    expected = [asdict(one) for one in model.predict(**queries, k=5, known=known)]
+    assert ask(client, "predict", **queries, k=5, known=known) == {"answers": expected}
     labels = {"head": store.entities, "relation": store.relations, "tail": store.entities}
     ids = {part: int(labels[part].ids([label])[0]) for part, label in queries.items()}
-    assert client.post("/predict", json={**ids, "k": 5, "known": known}).json() == by_body.json()
+    assert ask(client, "predict", **ids, k=5, known=known) == {"answers": expected}
 
 
-def test_known_answers_are_marked(client, store):
-    splits = {}
-    for head, relation, _ in store.train[:20].tolist():
-        body = {"head": head, "relation": relation, "k": 20}
-        for answer in client.post("/predict", json=body).json()["answers"]:
-            splits[head, relation, store.entities.find([answer["label"]])[0]] = answer["known"]
-    held = {tuple(triple) for triple in store.train.tolist()}
-    assert {triple for triple, split in splits.items() if split == "train"} == held & splits.keys()
-    assert held & splits.keys()
-
-
-def test_scores_match_python(client, python, store):
-    entities, relations = (x.array.to_pylist() for x in (store.entities, store.relations))
-    triples = [
-        [entities[head], relations[relation], entities[tail]]
-        for head, relation, tail in store.train[:50].tolist()
-    ]
-    for side in ("head", "tail"):
-        results = client.post("/score", json={"triples": triples, "side": side}).json()
-        assert results == {"scores": python.score(triples, side)}
-        queries = dict(zip(("head", "relation", "tail"), triples[7], strict=True))
-        one = client.get("/score", params={**queries, "side": side}).json()
-        assert one["scores"] == results["scores"][7:8]
+def test_scores_match_python(client, model, store):
     ids = store.train[:50].tolist()
-    assert client.post("/score", json={"triples": ids}).json() == {"scores": python.score(triples)}
+    of = store.entities, store.relations, store.entities
+    triples = [[labels[i] for labels, i in zip(of, triple, strict=True)] for triple in ids]
+    for side in ("head", "tail"):
+        expected = {"scores": model.score(triples, side)}
+        assert ask(client, "score", triples=triples, side=side) == expected
+        assert ask(client, "score", triples=ids, side=side) == expected
 
 
-def test_nearest_matches_python(client, python, store):
-    expected = [asdict(one) for one in python.nearest("e5", 4)]
-    results = client.get("/nearest", params={"entity": "e5", "k": 4}).json()
-    assert results["neighbours"] == expected and results["metric"].startswith("cosine")
-    body = {"entity": int(store.entities.ids(["e5"])[0]), "k": 4}
-    assert client.post("/nearest", json=body).json() == results
+def test_nearest_matches_python(client, model, store):
+    results = ask(client, "nearest", entity="e5", k=4)
+    assert results["neighbours"] == [asdict(one) for one in model.nearest("e5", 4)]
+    assert results["metric"].startswith("cosine")
+    assert ask(client, "nearest", entity=int(store.entities.ids(["e5"])[0]), k=4) == results
 
 
 def test_labels_and_health_are_served(client, store):
@@ -113,31 +100,30 @@ def test_labels_of_any_characters_are_served(model):
     model.entity_labels = entities
     with TestClient(create_app(model, "evil")) as client:
         assert client.get("/entities").json()["labels"] == labels
-        unknown = client.get("/nearest", params={"entity": f"{labels[0]}x"})
-        assert unknown.json()["suggestions"] == [labels[0]]
-        assert client.get("/nearest", params={"entity": "istanbu"}).json()["suggestions"] == [
-            labels[1]
-        ]
+        for name, close in ((f"{labels[0]}x", labels[0]), ("istanbu", labels[1])):
+            assert ask(client, "nearest", entity=name)["suggestions"] == [close]
 
 
 def test_calibrated_probabilities_are_served(model):
     calibration = Calibration({"tail": Curve(2.0)}, {}, 1, "", {})
     calibrated = replace(model, calibration=calibration)
     with TestClient(create_app(calibrated, "tiny")) as client:
-        results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
+        results = ask(client, "predict", head="e1", relation="r1")["answers"]
         assert all(0 < one["probability"] < 1 for one in results)
 
 
 def test_metrics_count_requests(model):
     with TestClient(create_app(model, "tiny")) as client:
         for _ in range(3):
-            client.get("/nearest", params={"entity": "e1"})
-        client.get("/nearest", params={"entity": "nobody"})
+            ask(client, "nearest", entity="e1")
+        ask(client, "nearest", entity="nobody")
         for i in range(5):
             client.get(f"/no{i}")
         lines = client.get("/metrics").text.splitlines()
-    for handler, status, count in (("/nearest", 200, 3), ("/nearest", 404, 1), ("none", 404, 5)):
-        labels = f'handler="{handler}",method="GET",status="{status}"'
+    for handler, method, status, count in (
+        ("/nearest", "POST", 200, 3), ("/nearest", "POST", 404, 1), ("none", "GET", 404, 5),
+    ):  # fmt: skip
+        labels = f'handler="{handler}",method="{method}",status="{status}"'
         assert f"http_requests_total{{{labels}}} {count}.0" in lines
 
 
@@ -148,7 +134,7 @@ def test_nonfinite_scores_become_null(model, store):
     with TestClient(create_app(broken, "broken")) as client:
         scores = client.post("/score", json={"triples": [["e4", "r0", "e1"], ["e2", "r0", "e1"]]})
         assert scores.json()["scores"][0] is None and scores.json()["scores"][1] is not None
-        results = client.get("/predict", params={"head": "e1", "relation": "r0", "k": 37}).json()
+        results = ask(client, "predict", head="e1", relation="r0", k=37)
         last = results["answers"][-1]
         assert last["label"] == "e4" and last["score"] is None
     # The code that turns the answer into JSON, in all versions of FastAPI.
@@ -156,13 +142,17 @@ def test_nonfinite_scores_become_null(model, store):
 
 
 def questions():
-    """120 of every kind, with different k, known and sides."""
+    """160 of every kind, with different k, known and sides."""
     for i in range(40):
-        query = [f"e{i % N}", f"r{i % R}", f"e{(7 * i) % N}"]
-        query[i % 3] = None
-        yield Predict(tuple(query), 1 + i % 9, i % 4 > 0)
-        yield Score(((f"e{i % N}", i % R, f"e{(3 * i) % N}"),) * (i % 3), ("head", "tail")[i % 2])
-        yield Nearest(f"e{i % N}", 1 + i % 5)
+        parts = [f"e{i % N}", f"r{i % R}", f"e{(7 * i) % N}"]
+        query = dict(zip(("head", "relation", "tail"), parts, strict=True))
+        triple = [parts[0], i % R, f"e{(3 * i) % N}"]
+        del query[[*query][i % 3]]
+        yield PredictRequest(**query, k=1 + i % 9, known=i % 4 > 0)
+        yield ScoreRequest(triples=[triple] * (1 + i % 3), side=("head", "tail")[i % 2])
+        yield NearestRequest(entity=f"e{i % N}", k=1 + i % 5)
+        heads = [f"e{i % N}", i // 2][: 1 + i % 2]
+        yield RecommendRequest(heads=heads, relation=i % R, k=1 + i % 4, exclude_known=i % 5 > 2)
 
 
 def test_batched_answers_match_single_answers(model):
@@ -171,19 +161,17 @@ def test_batched_answers_match_single_answers(model):
 
 
 def test_invalid_query_does_not_affect_others(model):
-    good = Predict(("e1", "r0", None), 3, True)
-    bad = Predict(("e1", "nobody", None), 3, True)
+    good = tails("e1", "r0", 3)
     (expected,) = answers(model, [good])
-    first, wrong, of_id, last = answers(
-        model, [good, bad, Score(((0, R, 0),), "tail"), Nearest("e1", 2)]
-    )
+    of_id = ScoreRequest(triples=[[0, R, 0]])
+    first, wrong, of_id, last = answers(model, [good, tails("e1", "nobody", 3), of_id, NEAREST])
     assert first == expected and len(last) == 2
     assert isinstance(wrong, Unknown) and (wrong.kind, wrong.name) == ("relation", "nobody")
     assert isinstance(of_id, Unknown) and (of_id.kind, of_id.name) == ("relation", R)
 
 
 def test_concurrent_queries_share_few_passes(model):
-    queries = [one for one in questions() if isinstance(one, Predict)] * 3
+    queries = [one for one in questions() if isinstance(one, PredictRequest)] * 3
     answerer = Answerer(model, most=64)
 
     async def ask_all():
@@ -207,7 +195,7 @@ def test_full_queue_raises_busy(model, monkeypatch):
     answerer = Answerer(model, most=1, room=2)
 
     async def ask_all():
-        queries = [asyncio.ensure_future(answerer.ask(Nearest("e1", 2))) for _ in range(9)]
+        queries = [asyncio.ensure_future(answerer.ask(NEAREST)) for _ in range(9)]
         await asyncio.sleep(0.05)
         goes_on.set()
         return await asyncio.gather(*queries, return_exceptions=True)
@@ -223,37 +211,21 @@ def test_failed_batch_is_reported_and_next_query_answered(model, monkeypatch):
     with TestClient(app, raise_server_exceptions=False) as client:
         with monkeypatch.context() as patch:
             patch.setattr(batching, "answers", lambda *_: 1 / 0)
-            assert client.get("/nearest", params={"entity": "e1"}).status_code == 500
-        assert client.get("/nearest", params={"entity": "e1"}).status_code == 200
+            assert client.post("/nearest", json={"entity": "e1"}).status_code == 500
+        assert client.post("/nearest", json={"entity": "e1"}).status_code == 200
 
 
-@pytest.mark.parametrize("candidates", [None, "seen", "all"])
+@pytest.mark.parametrize("options", [{}, {"candidates": "seen"}, {"candidates": "all"}])
 @pytest.mark.parametrize("exclude_known", [True, False])
-def test_recommend_matches_python(client, python, candidates, exclude_known):
-    body = {"head": "e3", "relation": "r1", "k": 5, "exclude_known": exclude_known}
-    options = {} if candidates is None else {"candidates": candidates}
-    expected = [asdict(one) for one in python.recommend(**body, **options)]
-    reply = client.get("/recommend", params=body | options)
-    assert reply.json() == client.post("/recommend", json=body | options).json()
-    assert reply.json() == {"answers": expected, "head": "e3", "fallback": None}
-    assert len(expected) == 5
-
-
-def test_many_recommendations_have_those_of_each(model):
-    questions = [
-        Recommend(("e1",), "r0", 3),
-        Recommend(("e2", "e1", 5), 1, 4),
-        Recommend(("e1",), "r0", 3, True, "all"),
-        Recommend(("e9x",), 0, 1, True),
-    ]
-    results = answers(model, questions)
-    assert [one.answers for one in results[0]] == [model.recommend("e1", "r0", 3)]
-    expected = [model.recommend(head, "r1", 4) for head in ("e2", "e1", 5)]
-    assert [one.answers for one in results[1]] == expected
-    assert results[2][0].answers == model.recommend(
-        "e1", "r0", 3, exclude_known=True, candidates="all"
-    )
-    assert isinstance(results[3], Unknown)
+def test_recommend_matches_python(client, model, options, exclude_known):
+    body = {"relation": "r1", "k": 5, "exclude_known": exclude_known, **options}
+    lists = ask(client, "recommend", heads=["e2", "e1", 5], **body)["lists"]
+    assert [(one["head"], one["fallback"]) for one in lists] == [
+        ("e2", None), ("e1", None), (5, None)
+    ]  # fmt: skip
+    for one in lists:
+        assert one["answers"] == [asdict(x) for x in model.recommend(one["head"], **body)]
+        assert len(one["answers"]) == 5
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
@@ -265,13 +237,13 @@ def test_stock_and_excluded_items_are_kept_to(model, stock, sold):
     """Every list is the list of all entities, without those that are not in stock."""
     everything = model.recommend("e1", "r0", N, candidates="all")
     number = {one.label: int(model.entity_ids(one.label)) for one in everything}
-    question = Recommend(("e1",), "r0", N, False, tuple(stock), tuple(sold))
+    question = RecommendRequest(heads=["e1"], relation="r0", k=N, candidates=stock, exclude=sold)
     (listed,) = answers(model, [question])[0]
     allowed = set(stock) - set(sold)
     assert [one.label for one in listed.answers] == [
         one.label for one in everything if number[one.label] in allowed
     ]
-    (rest,) = answers(model, [replace(question, candidates="all")])[0]
+    (rest,) = answers(model, [question.model_copy(update={"candidates": "all"})])[0]
     assert [one.label for one in rest.answers] == [
         one.label for one in everything if number[one.label] not in sold
     ]
@@ -297,7 +269,8 @@ def test_many_heads_stock_and_fallback_over_http(client, model, store):
 def test_facts_over_http_are_those_of_python(trained_client):
     client, run = trained_client
     facts = [["new", "r0", "e3"], ["e5", "r1", "new"], ["also", "r0", "e7"]]
-    own = [asdict(one) for one in run.predict("new", "r0", k=5, facts=facts)]
+    folded = run.fold_in(facts)
+    own = [asdict(one) for one in folded.predict("new", "r0", k=5)]
     body = {"head": "new", "relation": "r0", "k": 5, "facts": facts}
     assert client.post("/predict", json=body).json() == {"answers": own}
     reply = client.post(
@@ -305,13 +278,12 @@ def test_facts_over_http_are_those_of_python(trained_client):
         json={"heads": ["new", "e1", "also"], "relation": "r0", "k": 5, "facts": facts},
     )
     lists = [
-        [asdict(one) for one in run.recommend(head, "r0", 5, facts=given)]
-        for head, given in (("new", facts), ("e1", None), ("also", facts[2:]))
+        [asdict(one) for one in folded.recommend(head, "r0", 5)] for head in ("new", "e1", "also")
     ]
     assert [one["answers"] for one in reply.json()["lists"]] == lists
     assert client.post("/predict", json={**body, "head": "nobody"}).status_code == 404
     several = [tuple(map(tuple, facts)), (("new", "r2", "e9"),), ()]
-    questions = [Predict(("new", "r0", None), 5, True, one) for one in several]
+    questions = [tails("new", "r0", 5, facts=one) for one in several]
     together = answers(run.model, questions)
     assert together[:2] == [answers(run.model, [one])[0] for one in questions[:2]]
     assert together[0] != together[1] and isinstance(together[2], Unknown)
@@ -326,7 +298,7 @@ def test_a_reload_drops_no_request(trained_client, tmp_path):
     path.symlink_to(run.path)
     other = replace(model, shard=EntityShard(model.shard.rows.flip(0), 0, N, replicated=True))
     query = {"head": "e1", "relation": "r1", "k": 3}
-    one, two = ([asdict(x) for x in predictions_of(m)] for m in (model, other))
+    one, two = ([asdict(x) for x in answers(m, [tails(**query)])[0]] for m in (model, other))
     assert one != two
     with TestClient(app) as client:
         ended = threading.Event()
@@ -340,21 +312,17 @@ def test_a_reload_drops_no_request(trained_client, tmp_path):
         threading.Thread(target=swap).start()
         replies = []
         while not ended.is_set() or len(replies) < 20:
-            replies.append(client.get("/predict", params=query).json()["answers"])
+            replies.append(ask(client, "predict", **query)["answers"])
         assert all(reply in (one, two) for reply in replies)
         before = answerer.loaded
         server.reload(answerer, path, told.append)
         assert answerer.loaded >= before and "reloaded" in told[-1]
-        assert client.get("/predict", params=query).json()["answers"] == one
+        assert ask(client, "predict", **query)["answers"] == one
         path.unlink()
         server.reload(answerer, path, told.append)
         assert "the model before is still served" in told[-1]
-        assert client.get("/predict", params=query).json()["answers"] == one
+        assert ask(client, "predict", **query)["answers"] == one
         assert "was not reloaded" in client.get("/health").json()["problem"]
-
-
-def predictions_of(model):
-    return batching.answers(model, [Predict(("e1", "r1", None), 3, True)])[0]
 
 
 def test_answers_have_readable_names(model):
@@ -362,12 +330,12 @@ def test_answers_have_readable_names(model):
     names = {f"e{i}": f"Entity {i}" for i in range(0, N, 2)}
     app = create_app(model, "tiny", names=names)
     with TestClient(app) as named:
-        found = named.get("/predict", params={"head": "e3", "relation": "r1", "k": N}).json()
-        near = named.get("/nearest", params={"entity": "e3", "k": N}).json()
-        tails = named.get("/recommend", params={"head": "e3", "relation": "r1", "k": N}).json()
-    for rows in (found["answers"], near["neighbours"], tails["answers"]):
+        found = ask(named, "predict", head="e3", relation="r1", k=N)
+        near = ask(named, "nearest", entity="e3", k=N)
+        (listed,) = ask(named, "recommend", heads=["e3"], relation="r1", k=N)["lists"]
+    for rows in (found["answers"], near["neighbours"], listed["answers"]):
         assert [row["name"] for row in rows] == [names.get(row["label"], "") for row in rows]
         assert any(row["name"] for row in rows)
     with TestClient(create_app(model, "tiny")) as plain:
-        (best,) = plain.get("/nearest", params={"entity": "e3", "k": 1}).json()["neighbours"]
+        (best,) = ask(plain, "nearest", entity="e3", k=1)["neighbours"]
     assert "name" not in best

@@ -14,8 +14,9 @@ from training_runs import config_of, tiny_store
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking.blocks import ModelScores, Queries
 from kge_torchrec.ranking.ranks import Ranks, metrics
-from kge_torchrec.ranking.search import Queries, top_k
+from kge_torchrec.ranking.search import top_k
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, load_trained
@@ -78,7 +79,7 @@ def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, mo
     )
     session.validate()
     ranked = len(used_tf32)
-    top_k(session.scorer, shard, Queries(query, query, "tail"), 2)
+    top_k(ModelScores(session.scorer, shard), Queries(query, query, "tail"), 2)
     assert 0 < ranked < len(used_tf32) and not any(used_tf32)
     assert tf32_in_training()
 

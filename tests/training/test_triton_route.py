@@ -15,6 +15,7 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels import operators
+from kge_torchrec.ranking.blocks import ModelScores
 from kge_torchrec.ranking.ranks import rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
@@ -67,10 +68,12 @@ def test_ranking_finds_the_same_ranks_and_ties(name):
         rows[half:, -2:] = rows[:half, -2:]
     triples = np.stack([stream.integers(size, size=25) for size in (2 * half, 3, 2 * half)], 1)
     shard = EntityShard(rows, 0, 2 * half)
-    usual = rank_triples(scorer, shard, triples, None)
+    usual = rank_triples(ModelScores(scorer, shard), triples, None)
     for block_bytes in (None, 4 * 64 * 700):
         with kernels_of_triton() as calls:
-            ranks = rank_triples(scorer, shard, triples, None, RankOptions(block_bytes=block_bytes))
+            ranks = rank_triples(
+                ModelScores(scorer, shard), triples, None, RankOptions(block_bytes=block_bytes)
+            )
         assert calls["distances"] >= 2
         for kind in ("optimistic", "pessimistic"):
             assert np.array_equal(ranks.values("both", kind), usual.values("both", kind))
@@ -83,9 +86,9 @@ def test_ranking_by_products_takes_their_kernel():
     stream, scorer = np.random.default_rng(1), make_scorer("complex", 3, 8)
     triples = np.stack([stream.integers(size, size=25) for size in (600, 3, 600)], 1)
     shard = EntityShard(torch.randn(600, 8), 0, 600)
-    usual = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+    usual = rank_triples(ModelScores(scorer, shard), triples, None).values("both", "realistic")
     with kernels_of_triton() as calls:
-        ranks = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+        ranks = rank_triples(ModelScores(scorer, shard), triples, None).values("both", "realistic")
     assert calls["products"] >= 4 and np.abs(ranks - usual).max() <= 1
 
 
