@@ -31,7 +31,6 @@ from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.baselines import FREQUENT, KNN, POPULAR, frequent_among_lists
 from kge_torchrec.ranking.blocks import ModelScores, Queries, Scores
 from kge_torchrec.ranking.candidates import (
     Candidates,
@@ -40,7 +39,14 @@ from kge_torchrec.ranking.candidates import (
     TypedCandidates,
 )
 from kge_torchrec.ranking.fixed import FixedLists, rank_among_lists, read_lists
-from kge_torchrec.ranking.popularity import FrequentScores, NovelScores
+from kge_torchrec.ranking.popularity import (
+    FREQUENT,
+    KNN,
+    POPULAR,
+    FrequentScores,
+    NovelScores,
+    frequent_among_lists,
+)
 from kge_torchrec.ranking.ranks import Ranks, metrics, rank_triples
 from kge_torchrec.ranking.recommendation import Recommendations, means, recommend
 from kge_torchrec.ranking.search import RankOptions, top_k

@@ -117,7 +117,6 @@ class Run(Answering):
         split: str = "test",
         by: Sequence[str] = (),
         candidates: str | None = None,
-        types: str | Path | None = None,
         triples: InMemory | str | Path | None = None,
         candidates_options: Mapping[str, Any] | None = None,
         recommend: Sequence[int] = (),
@@ -137,7 +136,6 @@ class Run(Answering):
                 written into the run folder as evaluation-SPLIT-by-NAME.json.
             candidates: "all", "seen", "types" or "fixed"; replaces the run's
                 evaluation.candidates.
-            types: A file of entity types, for candidates "types".
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
                 a file of head, relation and tail with tabs between.  Answers in these triples or in
                 any split are filtered.
@@ -174,9 +172,11 @@ class Run(Answering):
         elif side != "tail" or novelty:
             given = f"side {side}" if side != "tail" else f"novelty {novelty}"
             raise ConfigError(f"{given} has no effect without recommend: leave it out")
-        options = {**(candidates_options or {}), **({} if types is None else {"types": types})}
-        paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
-        evaluation = self._evaluation(candidates, options | paths)
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in (candidates_options or {}).items()
+        }
+        evaluation = self._evaluation(candidates, options)
         model = self.model
         store = model.store
         own = None if triples is None else read_triples(triples, model)
@@ -307,7 +307,7 @@ class Run(Answering):
         """
         return new_links(self.model, relation, k, candidates, loops)
 
-    def calibrate(self, top: int = FEW, limit: int = 10_000, seed: int = 0) -> Calibration:
+    def calibrate(self, top: int = FEW, limit: int = 10_000) -> Calibration:
         """Fit probabilities to the scores on valid, and save them in calibration.json.
 
         Later predictions have a probability: the share of true answers among the answers that
@@ -317,7 +317,6 @@ class Run(Answering):
         Args:
             top: The number of answers that ``predict`` lists.
             limit: The most queries of valid and of test per missing part to use; more are sampled.
-            seed: The seed of the samples.
 
         Returns:
             The calibration.  Its ``about`` has the errors over the listed answers to the queries of
@@ -329,7 +328,7 @@ class Run(Answering):
             DataError: There are no valid triples.
         """
         model = self.model
-        made = calibrate(model, self._step, top, limit, seed)
+        made = calibrate(model, self._step, top, limit)
         on_first_rank(self._processes, lambda: made.write(self.path))
         self._model = replace(model, calibration=made)
         return made

@@ -192,10 +192,9 @@ def test_threads_of_a_verb_hold_for_runs_and_exports(run, tmp_path, monkeypatch)
 def test_predict_prints_scored_answers(run, capsys):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--top", "3"]
     assert main([*query, "--format", "json"]) == 0
-    predictions = json.loads(capsys.readouterr().out)
-    assert predictions["query"] == {"head": "Germany", "relation": "borders", "tail": None}
-    assert [answer["rank"] for answer in predictions["answers"]] == [1, 2, 3]
-    assert set(predictions["answers"][0]) == {"rank", "label", "score", "known"}
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["rank"] for answer in answers] == [1, 2, 3]
+    assert set(answers[0]) == {"rank", "label", "score", "known"}
     assert main([*query, "--new"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].split()[:3] == ["rank", "label", "score"]

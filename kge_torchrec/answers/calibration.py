@@ -204,21 +204,19 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -> Calibration:
+def calibrate(model: TrainedModel, step: int, top: int, limit: int) -> Calibration:
     """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
     ``about`` of the result has the errors on test: of all answers and by relation, with the sigmoid
     of the score, the common curves and the chosen ones.
     """
-    for name, value, least in (("top", top, 1), ("limit", limit, 1), ("seed", seed, 0)):
-        at_least(name, value, least)
+    for name, value in (("top", top), ("limit", limit)):
+        at_least(name, value, 1)
     store = model.store
     test: dict[str, Listed] = {}
     if len(store.test):
-        test = {part: listed(model, "test", part, top, limit, 2 * seed + 1) for part in PARTS}
-    valid: dict[str, Listed] = {
-        part: listed(model, "valid", part, top, limit, 2 * seed) for part in PARTS
-    }
+        test = {part: listed(model, "test", part, top, limit, 1) for part in PARTS}
+    valid: dict[str, Listed] = {part: listed(model, "valid", part, top, limit, 0) for part in PARTS}
 
     @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
@@ -226,15 +224,15 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -
         own: dict[str, dict[int, Curve]] = {}
         if model.scorer.reciprocal:
             for side in SIDES:
-                curves[side], own[side] = fit_by_relation(valid[side], seed)
+                curves[side], own[side] = fit_by_relation(valid[side])
         else:  # head and tail query give the same score
-            both = fit_by_relation(Listed.merged([valid[side] for side in SIDES]), seed)
+            both = fit_by_relation(Listed.merged([valid[side] for side in SIDES]))
             for side in SIDES:
                 curves[side], own[side] = both
         if is_mixed(valid["relation"].labels):
             curves["relation"] = fit(valid["relation"].scores, valid["relation"].labels)
         about: dict[str, Any] = {
-            "top": top, "limit": limit, "seed": seed,
+            "top": top, "limit": limit,
             "valid_queries": sum(len(np.unique(x.queries)) for x in valid.values()),
         }  # fmt: skip
         made = Calibration(curves, own, step, store.fingerprint, about)
@@ -244,7 +242,7 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -
     return on_first_rank(model.processes, fitted)
 
 
-def fit_by_relation(answers: Listed, seed: int) -> tuple[Curve, dict[int, Curve]]:
+def fit_by_relation(answers: Listed, seed: int = 0) -> tuple[Curve, dict[int, Curve]]:
     """Return the common curve of answers, and the curves of relations that predict better."""
     queries, scores, labels, relations = answers
     common = fit(scores, labels)

@@ -208,7 +208,6 @@ def calibrate(
     *,
     top: Count = 10,
     limit: Annotated[int, "N", "positive"] = 10_000,
-    seed: int = 0,
     format: Table = "table",
 ) -> int:
     """Fit probabilities to a run's scores.
@@ -216,13 +215,12 @@ def calibrate(
     Args:
         run: the folder or URL of a run
         top: number of listed answers per query
-        limit: largest number of queries per split and missing part
-        seed: seed of the sample
+        limit: largest number of queries per split and missing part; more are sampled
     """
     with opened(run) as trained:
         with announced("loading the run"):
             _ = trained.model
-        made = trained.calibrate(top, limit, seed)
+        made = trained.calibrate(top, limit)
     if is_first_rank():
         print(json.dumps(made.about) if format == "json" else _summary(made))
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 from kge_torchrec.tables import Cell, Format, table
 
 SIDES = ("head", "tail", "both")
+TITLES = {"most popular": "the most popular unseen items"}
 MEAN_RANK = {"mr": ".1f"}  # how its column is written
 
 
@@ -35,10 +36,30 @@ def results_table(results: dict[str, Any], format: Format = "table", ties: bool 
 
 def print_unbeaten(results: dict[str, Any]) -> None:
     """Print in which baselines are as good as the model, if there are any."""
-    from kge_torchrec.ranking.baselines import unbeaten
-
     for sentence in unbeaten(results):
         print(sentence)
+
+
+def unbeaten(results: dict[str, Any]) -> list[str]:
+    """Return a sentence for each kind of results in which a baseline is as good as the model."""
+    sentences = []
+    if "baselines" in results:
+        own, other = (
+            x["both"]["realistic"]["mrr"] for x in (results, results["baselines"]["most frequent"])
+        )
+        if other >= own:
+            sentences.append(
+                "The model does not beat the most frequent heads and tails of each relation: MRR "
+                f"{own:.4f} against {other:.4f}."
+            )
+    stats = results.get("recommendation", {})
+    names = [name for name in stats if name.startswith(("recall@", "ndcg@"))]
+    for baseline, values in results.get("recommendation_baselines", {}).items():
+        lost = [name for name in names if values is not None and values[name] >= stats[name]]
+        if lost:
+            shown = ", ".join(f"{x} {stats[x]:.4f} against {values[x]:.4f}" for x in lost[-2:])
+            sentences.append(f"The model does not beat {TITLES.get(baseline, baseline)}: {shown}.")
+    return sentences
 
 
 def selection(results: dict[str, Any]) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from kge_torchrec.commands import (
     Count,
@@ -100,8 +97,9 @@ def predict(
     with answering(run) as trained, announced("answering"):
         asked = _with_facts(trained, facts, head, tail)
         answers = asked.predict(head, relation, tail, top, not new)
-    query = {"head": head, "relation": relation, "tail": tail}
-    _print(query, answers, format, output, names)
+    from kge_torchrec.answers.queries import Prediction
+
+    write_records(answers, Prediction, format, output, names)
     return 0
 
 
@@ -118,31 +116,6 @@ def _with_facts(
 
         raise ConfigError(UNUSED_FACTS)
     return folded
-
-
-def _print(
-    query: dict[str, str | None],
-    answers: list[Any],
-    format: Rows,
-    output: str | None,
-    names: str | None,
-) -> None:
-    """Print or write the answers to one query; JSON on the terminal repeats the query."""
-    if format != "json" or output is not None:
-        from kge_torchrec.answers.queries import Prediction
-
-        write_records(answers, Prediction, format, output, names)
-    elif is_first_rank():
-        rows = [asdict(answer) for answer in answers]
-        for row in rows:
-            if row["probability"] is None:
-                del row["probability"]
-        if names is not None:
-            from kge_torchrec.answers.output import names_by_label
-
-            named = names_by_label(names)
-            rows = [{**row, "name": named.get(row["label"], "")} for row in rows]
-        print(json.dumps({"query": query, "answers": rows}))
 
 
 def recommend(
@@ -186,22 +159,17 @@ def recommend(
             what = {"all": "all entities", "seen": "tails of the relation in train"}
             named = what.get(candidates, f"the entities of {candidates}")
             print(f"candidates: {named}", file=sys.stderr)
+        from kge_torchrec.answers.bulk import answer_file
+        from kge_torchrec.answers.queries import Prediction, recommended
+
         asked = _with_facts(trained, head_facts, head)
         if head is not None:
             answers = asked.recommend(head, relation, top, exclude_known, candidates, novelty)
-            _print({"head": head, "relation": relation}, answers, format, output, names)
+            write_records(answers, Prediction, format, output, names)
             return 0
         assert heads is not None
-        from kge_torchrec.answers.bulk import answer_file
-        from kge_torchrec.answers.queries import recommended
-
-        start = time.perf_counter()
         choice = recommended(asked.model, top, exclude_known, candidates, novelty)
         report = answer_file(asked.model, heads, choice, output, format, relation, names)
-        seconds = time.perf_counter() - start
-    if is_first_rank() and output is not None:
-        speed = f"{report.answered / seconds:,.0f} heads/s"
-        print(f"{report.answered:,} heads in {seconds:,.1f} s ({speed})", file=sys.stderr)
     return print_problems(report, heads)
 
 

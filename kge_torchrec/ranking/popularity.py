@@ -1,5 +1,8 @@
 """Scores that follow how often train has an answer: a baseline, and a penalty of popular answers.
 
+Baselines know nothing of embeddings. The engine ranks them as it ranks the model: among the same
+candidates, with the same filter and the same rule for ties.
+
 Shapes: B queries, n entities of a block, T triples.
 """
 
@@ -13,9 +16,14 @@ from torch import Tensor
 
 from kge_torchrec.data import answer_column
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.models.scorers.base import SIDES, Side
 from kge_torchrec.ranking.blocks import Queries, Scores, by_relation
 from kge_torchrec.ranking.candidates import Frequencies
+from kge_torchrec.ranking.fixed import MISSING, FixedLists
+from kge_torchrec.ranking.ranks import Ranks
+
+FREQUENT, POPULAR, KNN = "most frequent", "most popular", "item-kNN"  # names of baselines
+LISTS = 512  # fixed lists at once
 
 
 class FrequentScores(Scores):
@@ -64,3 +72,21 @@ class NovelScores(FrequentScores):
 
     def _tensor(self, counts: np.ndarray) -> Tensor:
         return super()._tensor(self.weight * np.log1p(counts))
+
+
+def frequent_among_lists(frequencies: Frequencies, triples: np.ndarray, lists: FixedLists) -> Ranks:
+    """Rank triples (T, 3) by ``FrequentScores`` among fixed lists, as ``rank_among_lists`` does."""
+    ranks = Ranks({}, {})
+    for side in SIDES:
+        pessimistic, optimistic = np.empty((2, len(triples)), np.int64)
+        own = frequencies.of(side, triples[:, 1], triples[:, answer_column(side)])
+        for first in range(0, len(triples), LISTS):
+            part = slice(first, first + LISTS)
+            ids = lists.of(side, triples[part])
+            relations = np.broadcast_to(triples[part, 1:2], ids.shape)
+            counts = frequencies.of(side, relations.ravel(), np.maximum(ids, 0).ravel())
+            counts = np.where(ids == MISSING, -1, counts.reshape(ids.shape))
+            optimistic[part] = 1 + (counts > own[part, None]).sum(1)
+            pessimistic[part] = 1 + (counts >= own[part, None]).sum(1)
+        ranks.optimistic[side], ranks.pessimistic[side] = optimistic, pessimistic
+    return ranks

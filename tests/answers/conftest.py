@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from training_runs import config_of, tiny_store
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api, load_model, prepare
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,17 @@ def model(trained):
     return load_model(trained[1])
 
 
-def run_like(store, folder, **changes):
-    """A run of another model, trained for an epoch."""
-    return api.train(config_of(store, folder, train__epochs=1, **changes))
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """A run over users and places, where users visit places and follow users."""
+    draw = random.Random(0)
+    lines = {(f"user:{draw.randrange(20)}", "visits", f"place:{draw.randrange(15)}")
+             for _ in range(90)}  # fmt: skip
+    lines |= {(f"user:{draw.randrange(20)}", "follows", f"user:{draw.randrange(20)}")
+              for _ in range(90)}  # fmt: skip
+    ordered, folder = sorted(lines), tmp_path_factory.mktemp("typed")
+    draw.shuffle(ordered)
+    splits = {"valid": ordered[:20], "test": ordered[20:40], "train": ordered[40:]}
+    store = prepare(splits, folder / "store", {"types": "prefix"}, log_notes=False)
+    with api.train(config_of(store.path, folder / "run")) as run:
+        yield run

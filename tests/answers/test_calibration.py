@@ -178,7 +178,7 @@ def test_calibration_of_another_step_is_ignored(own, tmp_path, caplog):
 
 
 def test_bad_arguments_and_missing_data_are_rejected(run, monkeypatch):
-    for options in ({"top": 0}, {"limit": 0}, {"seed": -1}):
+    for options in ({"top": 0}, {"limit": 0}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} must be"):
             run.calibrate(**options)
     with pytest.raises(KGEError, match="needs true and false triples"):

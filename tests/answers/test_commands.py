@@ -26,6 +26,10 @@ def say(capsys):
     return call
 
 
+def as_json(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
 def test_any_part_can_be_predicted(trained, say):
     for query, count in ((("--head", "e1", "--relation", "r0"), 4), (("--tail", "e1", "--relation",
                          "r0"), 4), (("--head", "e1", "--tail", "e2"), 3)):  # fmt: skip
@@ -38,9 +42,9 @@ def test_any_part_can_be_predicted(trained, say):
 def test_new_option_leaves_out_known_answers(trained, run, say, tmp_path):
     answers = run.predict("e1", "r0", k=3, known=False)
     query = ("predict", trained[0], "--head", "e1", "--relation", "r0", "--top", 3, "--new")
-    results = json.loads(say(*query, "--format", "json")[1])
-    assert [a["label"] for a in results["answers"]] == [a.label for a in answers]
-    assert set(results["answers"][0]) == {"rank", "label", "score", "known"}
+    results = as_json(say(*query, "--format", "json")[1])
+    assert [a["label"] for a in results] == [a.label for a in answers]
+    assert set(results[0]) == {"rank", "label", "score", "known"}
     code, out, _ = say(*query, "--format", "parquet", "-o", tmp_path / "out")
     assert code == 0 and out == ""
     assert pq.read_table(tmp_path / "out").to_pylist() == [
@@ -64,11 +68,11 @@ def test_files_of_queries_and_triples_are_answered(trained, say, tmp_path):
 
 def test_new_links_are_listed(trained, run, say):
     query = ("predict", trained[0], "--relation", "r1", "--format", "json")
-    results = [json.loads(line) for line in say(*query)[1].splitlines()]
+    results = as_json(say(*query)[1])
     expected = run.new_links("r1", 10)
     assert [(x["head"], x["tail"]) for x in results] == [(x.head, x.tail) for x in expected]
-    stats = say(*query, "--candidates", "seen", "--top", 2, "--loops")[1].splitlines()
-    assert [json.loads(line)["tail"] for line in stats] == [
+    stats = as_json(say(*query, "--candidates", "seen", "--top", 2, "--loops")[1])
+    assert [one["tail"] for one in stats] == [
         x.tail for x in run.new_links("r1", 2, "seen", loops=True)
     ]
 
@@ -90,7 +94,7 @@ def test_calibrated_predictions_have_probabilities(trained, say, tmp_path):
     assert about["top"] == 3 and about["test"]["queries"] > 30
     query = ("predict", run, "--head", "e1", "--relation", "r0")
     assert say(*query)[1].split()[:5] == ["rank", "label", "score", "known", "probability"]
-    assert "probability" in json.loads(say(*query, "--format", "json")[1])["answers"][0]
+    assert "probability" in as_json(say(*query, "--format", "json")[1])[0]
 
 
 def test_invalid_commands_are_rejected(trained, say):
@@ -174,7 +178,7 @@ def test_names_are_shown_beside_labels(trained, say, tmp_path):
     assert named[0][:3] == ["rank", "label", "name"]
     assert [[*row[:2], *row[3:]] for row in named] == plain
     assert {row[1]: row[2] for row in named if row[2]}.items() >= {"e2": "Bob"}.items()
-    answers = json.loads(say(*query, *names, "--format", "json")[1])["answers"]
+    answers = as_json(say(*query, *names, "--format", "json")[1])
     assert {a["label"]: a["name"] for a in answers}["e2"] == "Bob"
     out = say("predict", trained[0], "--queries", tmp_path / "questions", *names)[1].splitlines()
     assert out[0].split()[3:9] == ["head", "head_name", "relation", "relation_name", "tail",

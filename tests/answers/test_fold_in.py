@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -83,17 +82,6 @@ def test_negatives_are_no_facts(run, monkeypatch):
         for row, (_, relation, _) in zip(queries.mask, others.tolist(), strict=True):
             known = {max(h, t) for h, r, t in others.tolist() if r == relation}
             assert set((~row).nonzero()[:, 0].tolist()) == known
-
-
-def test_an_export_answers_like_its_run(run, model):
-    for options in ({"known": True}, {"known": False}):
-        own = run.fold_in(FACTS).predict("new", "r0", k=10, **options)
-        assert own == model.fold_in(FACTS).predict("new", "r0", k=10, **options)
-    for candidates in ("seen", "all"):
-        options = {"exclude_known": True, "candidates": candidates}
-        found, expected = (x.fold_in(FACTS).recommend("new", "r0", 37, **options)
-                           for x in (model, run))  # fmt: skip
-        assert found == expected
 
 
 MODELS = [
@@ -194,17 +182,6 @@ def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
     ):
         assert main(arguments) == 1 and words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def typed(tmp_path_factory):
-    """A run over users and places, where users visit places and follow users."""
-    draw, folder = random.Random(0), tmp_path_factory.mktemp("typed")
-    lines = {f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}" for _ in range(90)}
-    lines |= {f"user:{draw.randrange(20)}\tfollows\tuser:{draw.randrange(20)}" for _ in range(90)}
-    (folder / "train.txt").write_text("".join(f"{line}\n" for line in sorted(lines)))
-    with api.train(config_of(folder, folder / "run", data__types="prefix")) as run:
-        yield run
 
 
 def test_a_new_entity_has_the_type_of_its_facts(typed, tmp_path):

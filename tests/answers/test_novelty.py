@@ -102,7 +102,7 @@ def test_every_number_of_ranks_gives_the_same(trained):
 def test_verbs_take_a_novelty(trained, run, tmp_path, capsys):
     query = ["--head", "e1", "--relation", "r0", "--top", "4", "--format", "json"]
     assert main(["recommend", str(trained[0]), *query, "--novelty", "3"]) == 0
-    printed = json.loads(capsys.readouterr().out)["answers"]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [a["label"] for a in printed] == [
         a.label for a in run.recommend("e1", "r0", 4, novelty=3)
     ]

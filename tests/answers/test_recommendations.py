@@ -63,16 +63,6 @@ def test_fewer_candidates_than_places(run, tmp_path):
     assert sorted(answer.label for answer in answers) == ["e4", "e7"]
 
 
-def test_export_recommends_the_same(run, model, tmp_path):
-    assert model.recommend("e1", "r0", 7) == run.recommend("e1", "r0", 7)
-    expected = run.recommend("e1", "r0", 50)
-    (tmp_path / "items").write_text("".join(f"{x.label}\n" for x in expected))
-    listed = model.recommend("e1", "r0", 50, candidates=tmp_path / "items")
-    assert [(x.label, x.score) for x in listed] == [(x.label, x.score) for x in expected]
-    new = {"exclude_known": True, "candidates": "all"}
-    assert model.recommend("e1", "r0", 50, **new) == run.recommend("e1", "r0", 50, **new)
-
-
 def test_file_of_heads_gets_the_same_answers(run, tmp_path):
     heads = tmp_path / "heads"
     labels = [f"e{i}" for i in range(37)]
@@ -100,9 +90,7 @@ def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, caps
     assert main(["recommend", str(trained[0]), *query, "--exclude-known", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     assert err == "candidates: tails of the relation in train\n"
-    printed = json.loads(out)
-    assert printed["query"] == {"head": "e1", "relation": "r0"}
-    assert [answer["label"] for answer in printed["answers"]] == expected
+    assert [json.loads(line)["label"] for line in out.splitlines()] == expected
     assert main(["recommend", str(trained[1]), *query]) == 0
     out, err = capsys.readouterr()
     assert err == "candidates: tails of the relation in train\n" and len(out.splitlines()) == 5
@@ -111,7 +99,7 @@ def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, caps
     bulk = ["--heads", str(tmp_path / "heads"), "--relation", "r0", "-o", str(tmp_path / "out")]
     assert main(["recommend", str(trained[0]), *bulk, "--top", "2", "--format", "tsv"]) == 1
     err = capsys.readouterr().err
-    assert "2 heads in " in err and " heads/s)" in err and "heads:2: unknown entity" in err
+    assert "heads:2: unknown entity" in err
     assert len((tmp_path / "out").read_text().splitlines()) == 5
 
 

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from training_runs import config_of
 
-from kge_torchrec import api, load_model, trained_model
+from kge_torchrec import trained_model
 from kge_torchrec.answers.calibration import listed as listed_answers
 from kge_torchrec.errors import DataError
 from kge_torchrec.ranking import candidates
-
-
-@pytest.fixture(scope="module")
-def typed(tmp_path_factory):
-    """A run over users and places, where users visit places and follow users."""
-    draw, folder = random.Random(0), tmp_path_factory.mktemp("typed")
-    lines = {f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}" for _ in range(90)}
-    lines |= {f"user:{draw.randrange(20)}\tfollows\tuser:{draw.randrange(20)}" for _ in range(90)}
-    ordered = sorted(lines)
-    draw.shuffle(ordered)
-    (folder / "graph").mkdir()
-    for split, part in (("valid", ordered[:20]), ("test", ordered[20:40]), ("train", ordered[40:])):
-        (folder / "graph" / f"{split}.txt").write_text("".join(f"{line}\n" for line in part))
-    config = config_of(folder / "graph", folder / "run", data__types="prefix")
-    with api.train(config) as run:
-        yield run
 
 
 @pytest.mark.parametrize("kind", ["all", "seen"])
@@ -77,17 +58,13 @@ def test_sets_of_candidates_are_made_once(typed, monkeypatch):
     assert made == ["Frequencies", "TypedCandidates"]
 
 
-def test_an_export_keeps_to_the_types(typed, tmp_path):
-    exported = load_model(typed.export(tmp_path / "export"))
+def test_answers_are_of_the_types_of_the_relation(typed):
     for user in ("user:1", "user:7"):
-        for ask in (typed, exported):
-            answers = ask.predict(user, "visits", k=100)
-            assert {a.label.partition(":")[0] for a in answers} == {"place"}
-            follows = ask.recommend(user, "follows", candidates="all", k=100)
-            assert {a.label.partition(":")[0] for a in follows} == {"user"}
-        ours, theirs = (ask.predict(user, "visits", k=100) for ask in (typed, exported))
-        assert [(a.label, a.score) for a in ours] == [(a.label, a.score) for a in theirs]
-        items = {a.label for a in exported.recommend(user, "visits", k=100)}
-        assert items and all(item.startswith("place:") for item in items)
+        listed = [typed.predict(user, "visits", k=100), typed.recommend(user, "visits", k=100)]
+        for answers, kind in (
+            *((x, "place") for x in listed),
+            (typed.recommend(user, "follows", candidates="all", k=100), "user"),
+        ):
+            assert {a.label.partition(":")[0] for a in answers} == {kind}
     with pytest.raises(DataError, match="the head 'place:1' is a place; 'visits' has a user"):
-        exported.predict("place:1", "visits")
+        typed.predict("place:1", "visits")

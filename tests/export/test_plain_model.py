@@ -31,49 +31,6 @@ def model(export):
     return load_model(export)
 
 
-@pytest.mark.parametrize("side", ["head", "tail"])
-def test_loaded_scores_match_the_run(run, model, side):
-    triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
-    expected = run.model.scores(triples, side)
-    assert torch.equal(model.scores(triples, side), expected)
-    entities, relations = model.entity_labels, model.relation_labels
-    heads, tails = (entities.labels(triples[:, column]) for column in (0, 2))
-    labels = zip(heads, relations.labels(triples[:, 1]), tails, strict=True)
-    assert model.score(labels, side) == expected.tolist()
-
-
-@pytest.mark.parametrize("query", [{"head": "e3"}, {"tail": "e3"}])
-@pytest.mark.parametrize("k", [1, 10, 10**6])
-def test_loaded_predictions_match_the_run(run, model, query, k):
-    expected = run.predict(relation="r1", k=k, **query)
-    results = model.predict(relation="r1", k=k, **query)
-    assert results == expected
-    by_id = {side: int(model.entity_labels.ids([label])[0]) for side, label in query.items()}
-    assert (
-        model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == results
-    )
-
-
-MODELS = {
-    "biases": {"model__scorer": "rote", "model__reciprocal": False, "model__biases": True,
-               "model__dim": 10},
-    "with options": {"model__scorer": "keci", "model__options__p": 1, "model__options__q": 2,
-                     "model__normalization": "layer"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_other_models_load(tmp_path, run, settings):
-    config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
-    with api.train(config) as trained:
-        model = load_model(trained.export(tmp_path / "out"))
-        for side in ("head", "tail"):
-            query = {side: "e0", "relation": "r2", "k": 5}
-            assert [(a.label, a.score) for a in model.predict(**query)] == [
-                (a.label, a.score) for a in trained.predict(**query)
-            ]
-
-
 def test_biases_are_stored_in_the_rows(tmp_path, run):
     settings = {"model__scorer": "complex", "model__biases": True, "model__dim": 10}
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)

@@ -17,12 +17,12 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
+from kge_torchrec.commands.output import unbeaten
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import neighbors as knn_file
-from kge_torchrec.ranking.baselines import unbeaten
 from kge_torchrec.ranking.candidates import Frequencies
 from kge_torchrec.ranking.neighbors import NeighborScores, is_feasible
 from kge_torchrec.ranking.popularity import FrequentScores

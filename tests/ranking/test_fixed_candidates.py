@@ -275,6 +275,6 @@ def test_options_of_other_candidates_are_refused(run):
     with pytest.raises(ConfigError, match="file has no effect with candidates seen"):
         evaluate(run, candidates="seen", candidates_options={"file": "x.npz"})
     with pytest.raises(ConfigError, match="types has no effect with candidates fixed"):
-        evaluate(run, types="x.tsv", candidates_options={"file": "x.npz"}, candidates="fixed")
+        evaluate(run, candidates_options={"types": "x", "file": "x"}, candidates="fixed")
     with pytest.raises(ConfigError, match=r"candidates_options.number is no option"):
         evaluate(run, candidates="fixed", candidates_options={"number": 5})

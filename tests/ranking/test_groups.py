@@ -170,7 +170,7 @@ def test_invalid_choices_are_rejected(run, capsys):
     with pytest.raises(DataError, match="has no types of entities"):
         evaluate(run, candidates="types")
     with pytest.raises(ConfigError, match=r"types has no effect with candidates seen"):
-        evaluate(run, candidates="seen", types="types.tsv")
+        evaluate(run, candidates="seen", candidates_options={"types": "types.tsv"})
     assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
     assert "nowhere.tsv: no such file" in capsys.readouterr().err
 
@@ -180,7 +180,7 @@ def test_each_evaluation_has_its_own_candidates(run, tmp_path):
         labels = opened.entity_labels.array.to_pylist()
         (tmp_path / "types").write_text("".join(f"{label}\tthing\n" for label in labels))
         opened.evaluate("valid", candidates="seen")
-        typed = opened.evaluate("valid", candidates="types", types=tmp_path / "types")
+        typed = opened.evaluate("valid", candidates_options={"types": tmp_path / "types"})
         every = opened.evaluate("valid")
     assert typed["both"] == every["both"]  # all entities are of one type
     assert typed["candidates"] != every.get("candidates")
