@@ -179,6 +179,7 @@ def rank_here(data: Path) -> list[float]:
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.models.scorers import SIDES
     from kge_torchrec.models.scorers.bilinear import ComplEx
+    from kge_torchrec.ranking.blocks import ModelScores
     from kge_torchrec.ranking.ranks import rank_triples
 
     torch.set_num_threads(2)
@@ -192,7 +193,9 @@ def rank_here(data: Path) -> list[float]:
         for triples in splits.values()
     ]
     known = FilterIndex(indices, entities, relations)
-    return _rates(lambda: rank_triples(scorer, shard, splits["test"], known), len(splits["test"]))
+    return _rates(
+        lambda: rank_triples(ModelScores(scorer, shard), splits["test"], known), len(splits["test"])
+    )
 
 
 def rank_floor(data: Path) -> list[float]:

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from kge_torchrec import api, load_model
 from kge_torchrec.embeddings.entity_shard import EntityShard
+from kge_torchrec.ranking.blocks import ModelScores, Queries
 from kge_torchrec.ranking.ranks import rank_triples
-from kge_torchrec.ranking.search import Queries, RankOptions, top_k
+from kge_torchrec.ranking.search import RankOptions, top_k
 
 SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "pairre", "transh",
            "rescal", "conve", "roth")  # fmt: skip
@@ -32,9 +33,11 @@ def test_ranks_and_best_answers_are_those_of_a_cpu(device, name):
             scorer_of(name, DIM).to(where),
             EntityShard(rows_of(entities).to(where), 0, entities),
         )
-        ranks = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+        ranks = rank_triples(ModelScores(scorer, shard), triples, None).values("both", "realistic")
         queries = Queries(*torch.from_numpy(triples[:64, :2]).T.contiguous(), "tail")
-        best = (part.detach().cpu().numpy() for part in top_k(scorer, shard, queries, 10))
+        best = (
+            part.detach().cpu().numpy() for part in top_k(ModelScores(scorer, shard), queries, 10)
+        )
         results.append((ranks, *best))
     (ranks, scores, ids), (other_ranks, other_scores, other_ids) = results
     assert np.abs(ranks - other_ranks).max() <= 3
@@ -50,7 +53,9 @@ def test_equal_rows_tie(device, name):
     scorer, triples = scorer_of(name, DIM).to(device), triples_of(300, 2 * half)
     shard = EntityShard(rows_of(half).repeat(2, 1).to(device), 0, 2 * half)
     for block_bytes in (None, 4 * 512 * 997, 4 * 512 * 4096):
-        ranks = rank_triples(scorer, shard, triples, None, RankOptions(block_bytes=block_bytes))
+        ranks = rank_triples(
+            ModelScores(scorer, shard), triples, None, RankOptions(block_bytes=block_bytes)
+        )
         behind = ranks.values("both", "pessimistic") - ranks.values("both", "optimistic")
         assert (behind >= 1).all()
 

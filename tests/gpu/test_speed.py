@@ -24,6 +24,7 @@ from kge_torchrec.embeddings.entity_shard import EntityShard
 from kge_torchrec.planning.devices import PRESETS, Cluster
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import Sizes
+from kge_torchrec.ranking.blocks import ModelScores
 from kge_torchrec.ranking.ranks import rank_triples
 from kge_torchrec.training.assembly import build_backend
 from kge_torchrec.training.checkpoints import Checkpoints
@@ -121,10 +122,10 @@ def test_ranking_at_freebases_size_takes_no_more_than_four_ipus(device, note):
     rates = {}
     for name in ("complex", "transe_l1"):  # products, and a kernel of ours
         scorer = scorer_of(name, DIM, RELATIONS).to(device)
-        rank_triples(scorer, shard, triples[:64], None)
+        rank_triples(ModelScores(scorer, shard), triples[:64], None)
         synchronize(device)
         start = time.perf_counter()
-        rank_triples(scorer, shard, triples, None)
+        rank_triples(ModelScores(scorer, shard), triples, None)
         synchronize(device)
         rates[name] = 2 * count * entities / (time.perf_counter() - start)
         note(name, rates[name], "scores/s")
