@@ -27,7 +27,15 @@ def generated(mark: re.Match[str]) -> str:
     """Return the part that a mark names."""
     from kge_torchrec.config.describe import keys_tables
 
-    return {"keys": keys_tables, "names": public_names}[mark[1]]()
+    return {"keys": keys_tables, "names": public_names, "verbs": verbs_table}[mark[1]]()
+
+
+def verbs_table() -> str:
+    """Return a table of all verbs."""
+    from kge_torchrec.cli import VERBS
+
+    rows = (f"| `{name}` | {verb.does} |\n" for name, verb in VERBS.items())
+    return "| verb | task |\n|---|---|\n" + "".join(rows)
 
 
 def public_names() -> str:

@@ -36,7 +36,7 @@ import torch
 import yaml
 
 import kge_torchrec
-from kge_torchrec.cli import main
+from kge_torchrec.cli import VERBS, main
 from kge_torchrec.config import all_keys
 from kge_torchrec.config.keys import declared
 from kge_torchrec.config.parser import as_config, config_from_dict
@@ -270,7 +270,7 @@ def test_links_files_and_keys_on_pages_exist(path):
     assert [key for key in named if key not in keys and not re.search(files, key)] == []
 
 
-def test_site_has_every_key_public_name_and_option_of_a_scorer():
+def test_site_has_every_key_verb_public_name_and_option_of_a_scorer():
     on_page_markdown = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["on_page_markdown"]
 
     def rows(page):
@@ -282,6 +282,7 @@ def test_site_has_every_key_public_name_and_option_of_a_scorer():
     options = {f"model.options.{option}" for name in KINDS["scorer"].ours
                for option in declared(resolve("scorer", name).Options)}  # fmt: skip
     assert {row[0] for row in rows("keys.md")[0]} >= {*all_keys(), *options}
+    assert {row[0] for row in rows("verbs.md")[0]} >= set(VERBS)
     names, text = rows("api.md")
     assert {row[0] for row in names} >= set(kge_torchrec.__all__)
     assert text.count("\n::: ") == len(kge_torchrec.__all__)
