@@ -54,7 +54,7 @@ def predicted(settings: dict, world_size: int) -> dict:
         "weights": memory["main"]["weights"],
         "optimizer state": memory["main"].get("optimizer state", 0),
         "peak memory": memory["total"]["main"],
-        "sent per step": sum(sum(x.values()) for x in content["traffic"]["sent"].values()),
+        "sent per step": sum(sum(x.values()) for x in content["sent"].values()),
     }
 
 

@@ -12,6 +12,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.planning.devices import Cluster, parse_devices
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import Sizes
+from kge_torchrec.planning.step import Step
 
 FREEBASE = (86_000_000, 14_824, 338_586_276)
 
@@ -46,6 +47,11 @@ def stored(config: Config, devices: str = "1xCPU") -> Plan:
     """The plan of a run on its prepared triples."""
     sizes = Sizes.of_store(TripleStore.open(config.data.path))
     return Plan(config, sizes, clustered(devices))
+
+
+def seconds(plan: Plan) -> dict[str, float]:
+    """The seconds of each part of a step."""
+    return Step(plan).parts
 
 
 def clustered(devices: str, hosts: int = 1, **links: float | None) -> Cluster:

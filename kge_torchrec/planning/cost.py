@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -36,10 +37,10 @@ from kge_torchrec.models.over_all import (
 )
 from kge_torchrec.training.assembly import build_objective
 
-# Larger sizes are extrapolated from this one and its half, since some scorers work through a batch
-# piece by piece, which would take seconds to run.
+# Larger sizes are extrapolated, since some scorers work through a batch piece by piece, which would
+# take seconds to run.
 _LARGEST = 1024  # triples per chunk
-_QUERIES = 512  # queries against all entities, on a CPU; a GPU's blocks are large, so there are few
+_QUERIES = 512  # queries against all entities, on a CPU
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,17 @@ class Cost:
 
 
 class Costs:
-    """The costs of a scorer and a loss. Each size is counted once, on the meta device."""
+    """The costs of a scorer and a loss on a kind of device. Each size is counted once.
 
-    def __init__(self, config: Config, relations: int, device: str = "meta") -> None:
-        self.config, self.device = config, torch.device(device)
+    Args:
+        config: The config of the run.
+        relations: Number of relations.
+        is_cuda: Whether its kernels are those of a GPU.
+        device: "meta" counts without computing.
+    """
+
+    def __init__(self, config: Config, relations: int, is_cuda: bool, device: str = "meta") -> None:
+        self.config, self.is_cuda, self.device = config, is_cuda, torch.device(device)
         self._counted: dict[object, Cost] = {}
         # Costs of every regime are counted on batches of triples.
         sampled = replace(config, negatives=replace(config.negatives, regime="sampled"))
@@ -71,14 +79,12 @@ class Costs:
         # Elements of relations and of the scorer's other parameters.
         self.dense_numbers = sum(parameter.numel() for parameter in self.objective.parameters())
 
-    def of_batch(
-        self, chunks: int, triples: int, candidates: dict[Side, int], is_cuda: bool
-    ) -> Cost:
+    def of_batch(self, chunks: int, triples: int, candidates: dict[Side, int]) -> Cost:
         """Return the cost of C chunks of b triples, without the gradient of the looked-up rows."""
 
         def at(chunks: int, triples: int) -> Cost:
-            key = (chunks, triples, *candidates.items(), is_cuda)
-            return self._count(key, is_cuda, lambda: self._batch(chunks, triples, candidates))
+            key = (chunks, triples, *candidates.items())
+            return self._count(key, lambda: self._batch(chunks, triples, candidates))
 
         if not chunks * triples:
             return Cost()
@@ -86,12 +92,9 @@ class Costs:
             few = min(triples, _LARGEST)
             cost = at(1, few).extended(at(2, few), chunks - 1)
             return Cost().extended(cost, triples / few)
-        if triples <= _LARGEST:
-            return at(chunks, triples)
-        half = _LARGEST // 2
-        return at(chunks, half).extended(at(chunks, _LARGEST), (triples - half) / half)
+        return _extended(partial(at, chunks), triples, _LARGEST)
 
-    def of_all(self, rows: int, queries: int, is_cuda: bool, free: int = 0) -> Cost:
+    def of_all(self, rows: int, queries: int, free: int = 0) -> Cost:
         """Return the cost of Q queries against all rows of a rank, forward and backward.
 
         The bytes alive are those of one block of rows, the gradients of all rows, and the scores
@@ -99,17 +102,14 @@ class Costs:
         a third to the three products per score. ``free`` bytes of a GPU's memory are beside the
         table.
         """
-        height = min(rows, block_height(queries, BLOCK_BYTES["cuda" if is_cuda else "cpu"]))
+        most = BLOCK_BYTES["cuda" if self.is_cuda else "cpu"]
+        height = min(rows, block_height(queries, most))
 
         def at(queries: int) -> Cost:
-            key = ("all", queries, height, is_cuda)
-            return self._count(key, is_cuda, lambda: self._block(queries, height))
+            return self._count((queries, height), lambda: self._block(queries, height))
 
-        if is_cuda or queries <= _QUERIES:
-            block = at(queries)
-        else:
-            half = _QUERIES // 2
-            block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
+        # A GPU's blocks are large, so there are few.
+        block = at(queries) if self.is_cuda else _extended(at, queries, _QUERIES)
         dim = self.config.model.dim
         assert dim is not None
         kept = 4 * rows * queries <= kept_bytes(free, rows, dim)
@@ -119,10 +119,10 @@ class Costs:
         work = (block.flops, block.moved_bytes, block.operations)
         return Cost(block.peak_bytes + other_bytes, *(times * x for x in work))
 
-    def _count(self, key: object, is_cuda: bool, prepare: Callable[[], Callable[[], None]]) -> Cost:
+    def _count(self, key: object, prepare: Callable[[], Callable[[], None]]) -> Cost:
         """Return what is counted in the function that ``prepare`` returns."""
         if key not in self._counted:
-            with planning_for("cuda" if is_cuda else "cpu"):
+            with planning_for("cuda" if self.is_cuda else "cpu"):
                 run = prepare()
                 with OperationCounter() as counter:
                     run()
@@ -192,6 +192,14 @@ class Costs:
             del row_gradients
 
         return run
+
+
+def _extended(at: Callable[[int], Cost], size: int, largest: int) -> Cost:
+    """Return the cost of a size; beyond the largest, on the line through that and its half."""
+    if size <= largest:
+        return at(size)
+    half = largest // 2
+    return at(half).extended(at(largest), (size - half) / (largest - half))
 
 
 def _overwrite_by_gradients(loss: OverAll, scores: Tensor) -> None:

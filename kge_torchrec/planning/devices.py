@@ -60,8 +60,6 @@ PRESETS = {
 # gloo over the loopback.
 PRESETS["CPU"] = Device("CPU", 0, 32 * GB, 4.2 * GB, 150e9, 150e9, 32 * GB, 1.5 * GB, 1.25 * GB, 0,
                         launch=1.5e-5)  # fmt: skip
-# FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
-_TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 
 @dataclass(frozen=True)
@@ -163,11 +161,6 @@ def _find(name: str) -> Device:
             f"--devices: {name} may be {' or '.join(d.name for d in found)}; say which"
         )
     there_are = f"{', '.join(PRESETS)}, and any other GPU by its memory, such as GPU-96GB"
-    if capability := _TOO_OLD.get(wanted.split("-")[0]):
-        raise ConfigError(
-            f"--devices: FBGEMM's wheels need compute capability 8.0 or more; {name} has "
-            f"{capability}. There are {there_are}"
-        )
     close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.5)
     hint = f"; did you mean {plain[close[0]].name}?" if close else ""
     raise ConfigError(f"--devices: no device {name!r}; there are {there_are}{hint}")

@@ -1,7 +1,9 @@
-"""The plan of a run: one rank of it, what it needs, whether that fits, and how long it takes.
+"""The plan of a run: one rank of it, the memory that it needs, and whether that fits.
 
-It is the rank with the most rows. Training splits rows so that every rank but the last has equally
-many. How many different rows a batch has is expected, not counted (see ``sizes``).
+It is the rank with the most rows: training splits rows so that every rank but the last has equally
+many. The memory is that of the fullest moment of training. Exact are the bytes of the table and of
+dense parameters. Expected are rows, ids and batches (they follow the number of different entities
+per batch, see ``sizes``) and activations (see ``cost``). Measured or assumed is the process itself.
 """
 
 from __future__ import annotations
@@ -10,13 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.parts import PartLayout, least_exchanges
-from kge_torchrec.distributed.processes import rows_by_rank
+from kge_torchrec.data.batches.triples import device_bytes, fits_device
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     FUSED,
@@ -27,13 +27,20 @@ from kge_torchrec.embeddings.torchrec.planner import (
     dense_state_numbers,
     table_memory,
 )
-from kge_torchrec.planning import step
-from kge_torchrec.planning.batch import Batch
 from kge_torchrec.planning.cost import Cost, Costs
 from kge_torchrec.planning.devices import Cluster, is_number
-from kge_torchrec.planning.memory import CUDA_PROCESS, memory_of
-from kge_torchrec.planning.sizes import Sizes
+from kge_torchrec.planning.sizes import Batch, Sizes, degree_power
 from kge_torchrec.training.assembly import sides_of
+from kge_torchrec.training.checkpoint_files import PIECE_BYTES
+
+MIB = 1 << 20
+# A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
+CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
+# A CPU rank with packages, process group and compiled kernels (592 MiB in tiny runs), and blocks of
+# earlier steps that the C library keeps free. Ranks that held the same had 69 to 131 MiB of these.
+CPU_PROCESS = (592 + 100) * MIB
+RANKED_MOST = 128 * MIB  # pages of the filter index that the final ranking reads, at most: assumed
+_IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ class Plan:
     def changed(self, keys: dict[str, Any], **fields: Any) -> Plan:
         """Return the plan with other values of config keys ("train.batch_size") and of fields.
 
+        The keys are none of scorer, loss and negatives, so the costs of scoring stay.
+
         Raises:
             ConfigError: The config does not allow a value, or another key that is set loses its
                 effect.
@@ -114,20 +123,17 @@ class Plan:
             section, name = key.split(".")
             changed = replace(getattr(config, section), **{name: value})
             config = replace(config, **{section: changed})
-        if keys:
-            idle = without_effect(self.config, Facts())
-            for key, reason in without_effect(config, Facts()).items():
-                if key not in idle:
-                    raise ConfigError(reason)
-        others = ("train.", "dense.", "entities.placement")
-        costs = self.costs if all(key.startswith(others) for key in keys) else None
-        return replace(self, config=config, counted=costs, **fields)
+        idle = without_effect(self.config, Facts())
+        for key, reason in without_effect(config, Facts()).items():
+            if key not in idle:
+                raise ConfigError(reason)
+        return replace(self, config=config, counted=self.costs, **fields)
 
     # The run.
 
     @cached_property
     def costs(self) -> Costs:
-        return self.counted or Costs(self.config, self.sizes.relations)
+        return self.counted or Costs(self.config, self.sizes.relations, self.is_cuda)
 
     @property
     def is_cuda(self) -> bool:
@@ -166,6 +172,11 @@ class Plan:
         """Number of examples per step over all ranks, at most an epoch's."""
         assert self.config.train.batch_size is not None
         return min(self.config.train.batch_size, self.examples)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Number of steps per epoch; the last, smaller step counts as a part of one."""
+        return self.examples / self.batch_size
 
     @property
     def micro_batches(self) -> int:
@@ -219,43 +230,13 @@ class Plan:
         """How a table on disk is cut into parts; None of one in memory."""
         return PartLayout.of_config(self.config, self.sizes.rows, self.cluster.world_size)
 
-    @cached_property
-    def forms(self) -> list[TableForm]:
-        """The storage of rows and optimizer state, for each type (M)."""
-        entities, train = self.config.entities, self.config.train
-        replicated = self.layout == "data_parallel"
-        tables = (entities.table_of(x, train, self.config.model) for x in self.sizes.types)
-        return [
-            TableForm(
-                table.optimizer,
-                DENSE if replicated else UVM_CACHING if entities.cache_ratio else FUSED,
-                0.0 if replicated else entities.cache_ratio,
-                state_bytes=2 if entities.preset == "dicee" else 4,
-                counts_rows=entities.preset == "dgl" and table.optimizer == "adam",
-                state_in_main=entities.preset == "dicee",
-                averages=train.averages,
-            )
-            for table in tables
-        ]
-
-    @cached_property
-    def held(self) -> np.ndarray:
-        """(R, M) rows of each type in the memory of each rank; of one rank if all are alike."""
-        types = len(self.sizes.types)
+    @property
+    def rows(self) -> int:
+        """Rows in the memory of the fullest rank."""
         if self.parts is not None:
-            return np.array([[self.parts.buffer_rows] + [0] * (types - 1)])
-        blocks = [range(self.sizes.rows)]
-        if self.layout == "row_wise":
-            blocks = rows_by_rank(self.sizes.rows, self.cluster.world_size)
-        return np.stack(
-            [self.sizes.rows_of_types(x) for x in (blocks if types > 1 else blocks[:1])]
-        )
-
-    @cached_property
-    def rows(self) -> np.ndarray:
-        """(M,) rows of each type of the rank that needs the most memory for them."""
-        sizes = [sum(self.table_of(rows).values(), Bytes()) for rows in self.held]
-        return self.held[max(range(len(sizes)), key=lambda i: sizes[i].device + sizes[i].main)]
+            return self.parts.buffer_rows
+        ranks = self.cluster.world_size if self.layout == "row_wise" else 1
+        return -(-self.sizes.rows // ranks)
 
     @property
     def columns(self) -> int:
@@ -266,13 +247,47 @@ class Plan:
         widths = range(-(-self.dim // self.cluster.world_size), self.dim)
         return next((w for w in widths if not (self.dim % w or w % 4)), self.dim)
 
-    def table_of(self, rows: np.ndarray) -> dict[str, Bytes]:
-        """Return the bytes of a shard's rows of each type (M,) by part."""
+    @cached_property
+    def forms(self) -> dict[TableForm, float]:
+        """How rows and their optimizer state are stored, with the share of the rows.
+
+        Ids are in no order of types, so every rank has the same share of a type.
+        """
+        entities, train = self.config.entities, self.config.train
+        replicated, forms = self.layout == "data_parallel", dict[TableForm, float]()
+        for kind, rows in self.sizes.types.items():
+            table = entities.table_of(kind, train, self.config.model)
+            form = TableForm(
+                table.optimizer,
+                DENSE if replicated else UVM_CACHING if entities.cache_ratio else FUSED,
+                0.0 if replicated else entities.cache_ratio,
+                state_bytes=2 if entities.preset == "dicee" else 4,
+                counts_rows=entities.preset == "dgl" and table.optimizer == "adam",
+                state_in_main=entities.preset == "dicee",
+                averages=train.averages,
+            )
+            forms[form] = forms.get(form, 0.0) + rows / self.sizes.rows
+        return forms
+
+    @cached_property
+    def table(self) -> dict[str, Bytes]:
+        """The bytes of a rank's rows and their state by part."""
         parts: dict[str, Bytes] = {}
-        for count, form in zip(rows.tolist(), self.forms, strict=True):
-            for part, size in table_memory(count, self.columns, form, self.is_cuda).items():
+        for form, share in self.forms.items():
+            rows = round(share * self.rows)
+            for part, size in table_memory(rows, self.columns, form, self.is_cuda).items():
                 parts[part] = parts.get(part, Bytes()) + size
         return parts
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint in memory: rows, parameters, optimizer state and averages."""
+        numbers, train, dim = self.costs.dense_numbers, self.config.train, self.dim
+        assert train.optimizer is not None
+        copies = 1 + train.averages
+        row = sum(share * form.row_state_bytes(dim) for form, share in self.forms.items())
+        dense = 4 * numbers * (copies + dense_state_numbers(train.optimizer))
+        return round(self.sizes.rows * (4 * dim * copies + row)) + dense
 
     # A micro-batch.
 
@@ -290,158 +305,167 @@ class Plan:
         return Batch.of(self.config.negatives, self.sizes, self.batch_size, shares)
 
     @property
-    def wanted(self) -> np.ndarray:
-        """(M,) rows of each type that a rank looks up in a step."""
+    def wanted(self) -> float:
+        """Rows that a rank looks up in a step."""
         rows = self.batch.lookups if self.captures else self.batch.distinct
         return self.micro_batches * rows
 
-    @cached_property
-    def busiest(self) -> tuple[int, np.ndarray, float]:
-        """The rank that reads the most rows for all ranks in a step.
-
-        With its rows of each type (M,), and their number over the mean of all ranks.
-        """
-        ranks, wanted = self.cluster.world_size, self.wanted
+    @property
+    def served(self) -> float:
+        """Rows, of ``columns`` elements, that the busiest rank reads for all ranks in a step."""
         if self.is_full:  # it scores and updates its own rows
-            return 0, self.rows, 1.0
-        if self.layout == "row_wise" and len(self.held) > 1:
-            loads = ranks * wanted * (self.held / self.held.sum(0).clip(1))
-            numbers = loads.sum(1)
-            rank = int(np.argmax(numbers))
-            return rank, loads[rank], float(numbers[rank] / np.mean(numbers))
-        if self.layout in ("row_wise", "data_parallel"):
-            return 0, wanted, 1.0
-        return 0, ranks * wanted, ranks * self.columns / self.dim
+            return self.rows
+        spread = self.layout in ("row_wise", "data_parallel")
+        return self.wanted * (1 if spread else self.cluster.world_size)
 
     @cached_property
     def cost(self) -> Cost:
         """The cost of scoring a micro-batch."""
         if not self.is_full:
-            shape = self.batch.chunks, self.batch.triples
-            return self.costs.of_batch(*shape, self.candidates, self.is_cuda)
-        held = sum(self.table_of(self.rows).values(), CUDA_PROCESS).device
-        free = max(0, self.cluster.device.memory - held)
+            return self.costs.of_batch(self.batch.chunks, self.batch.triples, self.candidates)
+        held = sum(self.table.values(), CUDA_PROCESS).device
         queries = -(-self.queries // self.micro_batches)
-        return self.costs.of_all(int(self.rows.sum()), queries, self.is_cuda, free)
+        return self.costs.of_all(self.rows, queries, max(0, self.cluster.device.memory - held))
 
     # Memory.
 
     @cached_property
     def memory(self) -> dict[str, Bytes]:
         """The bytes of a rank by part, at the fullest moment of training."""
-        return memory_of(self, self.cost.peak_bytes)
+        config, sizes, parts = self.config, self.sizes, dict(self.table)
+        held = parts["weights"] + parts["optimizer state"]
+        saved = held.device + held.main
+
+        def computed(size: float) -> Bytes:
+            return Bytes(**{self.place: round(size)})
+
+        if self.is_full and (self.micro_batches > 1 or sizes.num_features):
+            # The sum over micro-batches, or the gradients of vectors of entities.
+            parts["gradients"] = computed(4 * self.dim * self.rows)
+        if self.parts is not None:  # one is read ahead, and one is written
+            parts["parts on their way"] = Bytes(main=round(2 / self.parts.places * saved))
+        parts["dense parameters"] = self._dense()
+        # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
+        growth = 2 if self.captures else 1
+        parts["rows and ids"] = computed(growth * self._exchanged())
+        parts["activations"] = computed(growth * self.cost.peak_bytes)
+        parts["batches"] = computed(_IN_FLIGHT * self._batch())
+        process = CUDA_PROCESS if self.is_cuda else Bytes(main=CPU_PROCESS)
+        if degree_power(config.negatives) is not None and not self.is_full:  # cumulated degrees
+            process += Bytes(main=8 * sizes.entities)
+        if config.entities.on_disk:  # numbers of triples, sorted by stage
+            process += Bytes(main=4 * sizes.triples)
+        if self.is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
+            process += Bytes(main=min(PIECE_BYTES, saved))
+        parts["process"] = process
+        on_device = self._triples_on_device(sum(size.device for size in parts.values()))
+        parts["triples"] = Bytes(on_device, self._mapped())
+        return parts
+
+    def _dense(self) -> Bytes:
+        """Return the bytes of parameters, gradients, state and averages, all float32.
+
+        DDP's buckets are views of the gradients. FSDP gathers whole parameters. It scatters whole
+        gradients: those of a backward are among the activations. Against all entities they are
+        summed over blocks first, and held once more where they are sent.
+        """
+        numbers, train = self.costs.dense_numbers, self.config.train
+        assert train.optimizer is not None
+        per_element = 4 * (2 + dense_state_numbers(train.optimizer) + train.averages)
+        kept = -(-numbers // self.dense_splits) * per_element
+        whole = 4 * numbers if self.dense_is_sharded else 0
+        if self.is_full:
+            whole *= 3 if self.dense_splits > 1 else 2
+        if self.dense_is_sharded and self.config.dense.options.cpu_offload and self.is_cuda:
+            return Bytes(device=whole, main=kept)
+        return Bytes(**{self.place: kept + whole})
+
+    def _exchanged(self) -> float:
+        """Return the bytes of rows, gradients and ids that a rank holds in a micro-batch.
+
+        Rows and gradients are held as sent and as received, ids as given, grouped by owner, with
+        the way back, and as received. Gradients of several micro-batches wait for the step, which
+        puts them together; clipping sums those of a row.
+        """
+        row, features, steps = 4 * self.dim, self.sizes.num_features, self.micro_batches
+        if self.is_full:  # fetched rows, their gradients, sums of own rows, and places
+            size = -(-self.fetched // steps) * (3 * row + 8 * 3)
+            # Vectors, rows of features and their gradients.
+            return size + (row * (self.rows + 2 * features) if features else 0)
+        wanted, served = self.wanted, self.served
+        rows = 2 * (wanted + served) / steps
+        rows += 2 * served * (steps > 1) + served * self.config.train.clips
+        if features:  # vectors of entities, rows of pairs, and these times weights
+            rows += self.batch.distinct + 2 * self.batch.pairs
+        return row * rows + 8 * (3 * wanted + served) / steps
+
+    def _batch(self) -> float:
+        """Return the bytes of a batch: positions, ids, relations, weights, the mask of candidates.
+
+        A pair of an entity and a feature has two positions and a weight. Against all entities a
+        batch has anchors, relations and answers of its queries, with one answer each.
+        """
+        if self.is_full:
+            return 8 * 4 * self.queries
+        batch = self.batch
+        queries = batch.chunks * batch.triples
+        places = 3 * queries + batch.negatives + batch.distinct
+        masks = self.config.negatives.masks_candidates
+        mask = queries * sum(self.candidates.values()) if masks else 0
+        return 8 * places + 4 * queries + mask + 20 * batch.pairs
+
+    def _mapped(self) -> int:
+        """Return the bytes of the store that a run maps: triples, and the filter index of sides.
+
+        The filter index of a side has an id per triple, and 16 bytes per query. A triple has at
+        most one query of its own. On a CPU, the final ranking is as full a moment as training, and
+        reads the index of both sides.
+        """
+        negatives, id_bytes = self.config.negatives, 4 if self.sizes.rows < 1 << 31 else 8
+        ids = self.sizes.triples * id_bytes
+        triples = 3 * ids if negatives.regime in ("sampled", "1vsall") else 0
+        is_indexed = negatives.filtered or negatives.examples == "queries"
+        sides, index = len(sides_of(negatives.sides)) * is_indexed, ids + 16 * self.sizes.triples
+        ranked = 0 if self.is_cuda else min((2 - sides) * index, RANKED_MOST)
+        return triples + sides * index + ranked
+
+    def _triples_on_device(self, others: int) -> int:
+        """Return the bytes of the triples from which a GPU makes its batches, beside others."""
+        config, sizes = self.config, self.sizes
+        on_cpu = config.train.batches == "cpu"
+        on_cpu |= resolve("negative_sampler", config.negatives.sampling).on_cpu
+        if not self.is_cuda or config.negatives.regime != "sampled" or on_cpu:
+            return 0
+        with_features = sizes.entities if sizes.num_features else 0
+        size = device_bytes(config, sizes.triples, with_features, sizes.pairs)
+        memory = self.cluster.device.memory
+        free = memory * (1 - self.reserve) - others
+        return size if config.train.batches == "device" or fits_device(size, memory, free) else 0
 
     @property
     def total(self) -> Bytes:
         """What a rank needs in all."""
         return sum(self.memory.values(), Bytes())
 
-    @property
+    @cached_property
     def limits(self) -> list[Limit]:
-        """The memory of a GPU, if there are GPUs, then that of a host."""
-        return self._limits(self.memory)
-
-    def _limits(self, memory: dict[str, Bytes]) -> list[Limit]:
-        """Return the limits for other memory.
+        """The memory of a GPU, if there are GPUs, then that of a host.
 
         The ranks of a host share its main memory. Mapped triples need none of it: the system drops
         pages of files where memory is short.
         """
-        device, total = self.cluster.device, sum(memory.values(), Bytes())
-        main = self.cluster.per_host * (total.main - memory["triples"].main)
+        device = self.cluster.device
+        main = self.cluster.per_host * (self.total.main - self.memory["triples"].main)
         needs = [("main memory of a host", main, device.host_memory)]
         if self.is_cuda:
-            needs.insert(0, ("memory of a GPU", total.device, device.memory))
+            needs.insert(0, ("memory of a GPU", self.total.device, device.memory))
         return [Limit(*need, int(need[2] * (1 - self.reserve))) for need in needs]
 
     @property
-    def overruns(self) -> list[Limit]:
-        """The limits that are exceeded, the worst first."""
-        return sorted((x for x in self.limits if x.over > 0), key=lambda x: -x.over)
+    def worst(self) -> Limit:
+        """The limit that is exceeded most, or has the least room."""
+        return max(self.limits, key=lambda limit: limit.over)
 
     @property
     def fits(self) -> bool:
-        return not self.overruns
-
-    def fits_with(self, peak_bytes: float) -> bool:
-        """Return whether the run would fit with these bytes of activations, without a count."""
-        return all(limit.over <= 0 for limit in self._limits(memory_of(self, peak_bytes)))
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint in memory: rows, parameters, optimizer state and averages."""
-        numbers, train, all_rows = self.costs.dense_numbers, self.config.train, self.sizes.rows
-        assert train.optimizer is not None
-        rows = self.sizes.rows_of_types(range(all_rows))
-        state = sum(
-            n * form.row_state_bytes(self.dim) for n, form in zip(rows, self.forms, strict=True)
-        )
-        copies = 1 + train.averages
-        dense = 4 * numbers * (copies + dense_state_numbers(train.optimizer))
-        return int(4 * self.dim * all_rows * copies + state + dense)
-
-    # Traffic and time.
-
-    @cached_property
-    def sent(self) -> step.Sent:
-        """The bytes that a rank sends in a step, within its host and to other hosts, by kind."""
-        return step.sent_bytes(self)
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each part of a step."""
-        return step.seconds_of_parts(self)
-
-    @cached_property
-    def decisive(self) -> dict[str, dict[str, float]]:
-        """The seconds of the parts that a step's time is the sum of, by resource.
-
-        A GPU works while the host starts its next operations and makes the next batch, so the
-        longest of the three counts. On a CPU all parts add up.
-        """
-        busy = {
-            name: {part: self.seconds[part] for part in parts if part in self.seconds}
-            for name, parts in step.RESOURCES.items()
-        }
-        chains = [("host",), ("loader",), ("device", "links")] if self.is_cuda else [tuple(busy)]
-        longest = max(chains, key=lambda chain: sum(sum(busy[x].values()) for x in chain))
-        return {name: busy[name] for name in longest}
-
-    @property
-    def bound(self) -> str:
-        """The resource that decides how long a step takes."""
-        return max(self.decisive, key=lambda name: sum(self.decisive[name].values()))
-
-    @property
-    def step_seconds(self) -> float:
-        """Estimated seconds per step."""
-        return sum(sum(parts.values()) for parts in self.decisive.values())
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Number of steps per epoch; the last, smaller step counts as a part of one."""
-        return self.examples / self.batch_size
-
-    @property
-    def epoch_seconds(self) -> float:
-        """Estimated seconds per epoch, without evaluation."""
-        return self.step_seconds * self.steps_per_epoch
-
-    @property
-    def disk(self) -> dict[str, Any] | None:
-        """What a table on disk takes there, and what an epoch reads; None of one in memory."""
-        parts = self.parts
-        if parts is None:
-            return None
-        held = self.memory["weights"] + self.memory["optimizer state"]
-        size, exchanges = round((held.main + held.device) / parts.places), parts.exchanges
-        return {
-            "parts": parts.parts,
-            "buffer": parts.places,
-            "part_bytes": size,
-            "table_bytes": size * parts.parts,
-            "exchanges": exchanges,
-            "least_exchanges": parts.passes * least_exchanges(parts.parts, parts.places),
-            "epoch_bytes": size * exchanges,
-            "stage_seconds": self.epoch_seconds / (exchanges + 1),
-        }
+        return self.worst.over <= 0

@@ -14,6 +14,7 @@ from kge_torchrec.planning.advice import Advice, advise
 from kge_torchrec.planning.devices import GB, parse_devices
 from kge_torchrec.planning.plan import Plan
 from kge_torchrec.planning.sizes import find_sizes
+from kge_torchrec.planning.step import Step
 from kge_torchrec.tables import aligned, seconds
 from kge_torchrec.training.run_data import check_start
 
@@ -81,54 +82,51 @@ def all_layouts(plan: Plan) -> list[Plan]:
     by_rows_only = plan.is_full or entities.on_disk or entities.tables is not None
     layouts = SHARDINGS[: 1 if by_rows_only else 3 if entities.cache_ratio else 4]
     plans = [plan.changed({}, layout=layout) for layout in layouts]
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))
+    return sorted(plans, key=lambda plan: (not plan.fits, Step(plan).seconds))
 
 
 def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Return the plan as text: memory, traffic, time, and what makes it fit."""
-    blocks = [
-        _head(plan),
-        "\n".join(aligned(_memory(plan))),
-        "\n".join([*_limits(plan), *_disk(plan)]),
-        _traffic(plan),
-        "\n".join(_times(plan)),
-    ]
+    step = Step(plan)
+    blocks = [_head(plan), _memory(plan), [*_limits(plan), *_disk(step)], _traffic(step)]
+    blocks.append(_times(step))
     if not plan.fits:
         tried = (f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice)
-        blocks.append("\n".join(["What would make it fit:", *tried]))
-    blocks.append("\n".join(f"note: {note}" for note in notes(plan)))
-    return "\n\n".join(filter(None, blocks))
+        blocks.append(["What would make it fit:", *tried])
+    blocks.append([f"note: {note}" for note in notes(plan)])
+    return "\n\n".join("\n".join(lines) for lines in map(list, blocks) if lines)
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Plan) -> Iterator[str]:
     config, sizes = plan.config, plan.sizes
     unit = "" if config.negatives.examples == "triples" else f" {config.negatives.examples}"
     features = f" and {sizes.num_features:,} features" if sizes.num_features else ""
     optimizers = ", ".join(dict.fromkeys(form.optimizer for form in plan.forms))
-    return (
+    yield (
         f"{sizes.entities:,} entities{features} x {plan.dim} ({optimizers}), "
         f"{config.model.scorer} with {sizes.relations:,} relations, {sizes.triples:,} triples in "
-        f"batches of {plan.batch_size:,}{unit}\n{plan.cluster}: {_layout(plan)}\n"
-        f"It {'fits' if plan.fits else 'does NOT fit'}."
+        f"batches of {plan.batch_size:,}{unit}"
     )
+    yield f"{plan.cluster}: {_layout(plan)}"
+    yield f"It {'fits' if plan.fits else 'does NOT fit'}."
 
 
 def _layout(plan: Plan) -> str:
     """Return layout, kernel and cached share of the rows, such as "row_wise, fused"."""
-    form = plan.forms[0]
+    form = next(iter(plan.forms))
     cached = f", cache {form.cache_ratio:.3g}" if form.cache_ratio else ""
     return f"{plan.layout}, {form.kernel}{cached}"
 
 
-def _memory(plan: Plan) -> list[list[str]]:
+def _memory(plan: Plan) -> list[str]:
     places = ("device", "main") if plan.is_cuda else ("main",)
     rows = [["a rank", *(f"{place} memory" for place in places)]]
-    rows.append([f"{plan.rows.sum():,} rows x {plan.columns}", *[""] * len(places)])
+    rows.append([f"{plan.rows:,} rows x {plan.columns}", *[""] * len(places)])
     for part, size in [*plan.memory.items(), ("total", plan.total)]:
         sizes = [getattr(size, place) for place in places]
         if any(sizes):
             rows.append([f"  {part}", *(amount(x) if x else "" for x in sizes)])
-    return rows
+    return aligned(rows)
 
 
 def _limits(plan: Plan) -> Iterator[str]:
@@ -142,58 +140,54 @@ def _limits(plan: Plan) -> Iterator[str]:
     yield f"a checkpoint: {amount(plan.checkpoint_bytes)} on disk"
 
 
-def _disk(plan: Plan) -> Iterator[str]:
+def _disk(step: Step) -> Iterator[str]:
     """Yield what lies on disk, and how fast a disk keeps up with training."""
-    if (use := plan.disk) is None:
+    if (use := step.disk) is None:
         return
     yield (
         f"disk of each rank: {amount(use['table_bytes'])} in {use['parts']} parts of "
         f"{amount(use['part_bytes'])}, {use['buffer']} of them in memory; each checkpoint that is "
         "kept adds the parts that changed after it, at most as much again"
     )
-    speed = use["part_bytes"] / max(use["stage_seconds"], 1e-9)
     yield (
-        f"an epoch exchanges a part {use['exchanges']:,} times (at least "
-        f"{use['least_exchanges']:,} are needed): each rank reads {amount(use['epoch_bytes'])} and "
-        f"writes as much; training waits for a disk that reads and writes fewer than "
-        f"{amount(round(speed))}/s at the same time"
+        f"an epoch exchanges a part {use['exchanges']:,} times: each rank reads "
+        f"{amount(use['epoch_bytes'])} and writes as much; training waits for a disk that reads "
+        f"and writes fewer than {amount(round(use['bytes_per_second']))}/s at the same time"
     )
 
 
-def _traffic(plan: Plan) -> str:
+def _traffic(step: Step) -> Iterator[str]:
+    plan = step.plan
     rows = [["sent by a rank", "per step", "to other hosts"]]
-    for kind, (within, between) in plan.sent.items():
+    for kind, (within, between) in step.sent.items():
         rows.append([kind, amount(within + between), amount(between)])
-    lines = aligned(rows) if plan.cluster.world_size > 1 else ["one device sends nothing"]
+    yield from aligned(rows) if plan.cluster.world_size > 1 else ["one device sends nothing"]
     if plan.is_full:
-        lines.append("every rank scores its own rows for all queries of a step")
-        return "\n".join(lines)
-    count = plan.cluster.world_size * plan.micro_batches
-    lookups, distinct = (count * float(x.sum()) for x in (plan.batch.lookups, plan.batch.distinct))
-    lines.append(
-        f"a step looks up {lookups:,.0f} rows, {distinct:,.0f} different ones on their ranks: "
-        f"de-duplication saves {1 - distinct / lookups:.0%} of them"
-    )
-    rank, _, times = plan.busiest
-    if times >= 1.05:
-        lines.append(f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks")
-    return "\n".join(lines)
-
-
-def _times(plan: Plan) -> Iterator[str]:
-    epochs, cluster, device = plan.config.train.epochs, plan.cluster, plan.cluster.device
+        yield "every rank scores its own rows for all queries of a step"
+        return
+    count, batch = plan.cluster.world_size * plan.micro_batches, plan.batch
     yield (
-        f"a step would take {seconds(plan.step_seconds)} "
-        f"({plan.batch_size / plan.step_seconds:,.0f} {plan.config.negatives.examples}/s), an "
-        f"epoch {seconds(plan.epoch_seconds)}, all {epochs:,} "
-        f"{seconds(epochs * plan.epoch_seconds)} without evaluation: a model, not a measurement"
+        f"a step looks up {count * batch.lookups:,.0f} rows, {count * batch.distinct:,.0f} "
+        "different ones on their ranks: de-duplication saves "
+        f"{1 - batch.distinct / batch.lookups:.0%} of them"
     )
-    yield f"  {_BOUNDS[plan.bound]}"
-    decisive = {part: x for parts in plan.decisive.values() for part, x in parts.items()}
+
+
+def _times(step: Step) -> Iterator[str]:
+    plan, cluster, device = step.plan, step.plan.cluster, step.plan.cluster.device
+    epochs = plan.config.train.epochs
+    yield (
+        f"a step would take {seconds(step.seconds)} "
+        f"({plan.batch_size / step.seconds:,.0f} {plan.config.negatives.examples}/s), an "
+        f"epoch {seconds(step.epoch_seconds)}, all {epochs:,} "
+        f"{seconds(epochs * step.epoch_seconds)} without evaluation: a model, not a measurement"
+    )
+    yield f"  {_BOUNDS[step.bound]}"
+    decisive = {part: x for parts in step.decisive.values() for part, x in parts.items()}
     shares = percentages(decisive)
     times = sorted(decisive.items(), key=lambda item: -item[1])
     yield from aligned([[f"  {part}", seconds(time), f"{shares[part]}%"] for part, time in times])
-    hidden = [f"{part} {seconds(x)}" for part, x in plan.seconds.items() if part not in decisive]
+    hidden = [f"{part} {seconds(x)}" for part, x in step.parts.items() if part not in decisive]
     if hidden:
         yield f"  at the same time: {', '.join(hidden)}"
     links = {
@@ -223,18 +217,15 @@ def notes(plan: Plan) -> list[str]:
     copied = plan.cluster.per_host * sum(size.device + size.main for size in saved) / 2**30
     answers = config.negatives.max_answers
     most = f"up to {answers:,} (negatives.max_answers)" if answers else "any number"
-    by_share = len(plan.sizes.types) > 1 and not plan.is_full and not plan.sizes.counted
     background = plan.parts is None and config.checkpoint.options.background
     holding = {
-        f"no GPU has run {plan.forms[0].kernel} yet: its times are of the model only": (
-            plan.forms[0].cache_ratio > 0
+        "no GPU has run managed_caching yet: its times are of the model only": (
+            config.entities.cache_ratio > 0
         ),
         "negatives.regime kvssample: activations, traffic and time assume one answer per query; a "
         f"query may have {most}, of {4 * plan.dim:,} bytes per row": regime == "kvssample",
         f"negatives.regime {regime}: an epoch has at most {plan.examples:,} queries; queries that "
         "several triples share occur once": regime in ("kvsall", "kvssample"),
-        "rows of a type are looked up in proportion to their number, since only data say how often "
-        "a type occurs: plan with data.path and without --entities and --skew": by_share,
         f"activations are counted in float32; {config.train.precision} needs less": (
             config.train.computes_in_16_bits
         ),
@@ -250,12 +241,13 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     """Return a table of layouts, one line each, and why training takes rows."""
     rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "sent, busiest rank",
              "modelled step"]]  # fmt: skip
-    for plan in plans:
-        sent = sum(sum(x) * (plan.busiest[2] if kind != "dense" else 1)
-                   for kind, x in plan.sent.items())  # fmt: skip
-        fits = "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over"
-        sizes = map(amount, (plan.total.device, plan.limits[-1].need, sent))
-        rows.append([_layout(plan), fits, *sizes, seconds(plan.step_seconds)])
+    for step in map(Step, plans):
+        plan, sent = step.plan, 0.0
+        for kind, sizes in step.sent.items():
+            sent += sum(sizes) * (1 if kind == "dense" else step.load)
+        fits = "yes" if plan.fits else f"no, {amount(plan.worst.over)} over"
+        needs = map(amount, (plan.total.device, plan.limits[-1].need, sent))
+        rows.append([_layout(plan), fits, *needs, seconds(step.seconds)])
     if not plans[0].is_cuda:
         rows = [[*row[:2], *row[3:]] for row in rows]
     return "\n".join([*aligned(rows), "", WHY_ROWS])
@@ -263,52 +255,42 @@ def side_by_side(plans: Sequence[Plan]) -> str:
 
 def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
     """Return everything that a plan says, as plain values: bytes, of a rank, and seconds."""
-    config, sizes, cluster = plan.config, plan.sizes, plan.cluster
-    lookups = {} if plan.is_full else {"deduplicated": plan.batch.distinct,
-                                       "with_duplicates": plan.batch.lookups}  # fmt: skip
+    config, sizes, step = plan.config, plan.sizes, Step(plan)
+    batch = None if plan.is_full else asdict(plan.batch)
     memory = {
         place: {part: x for part, y in plan.memory.items() if (x := getattr(y, place))}
         for place in ("device", "main")
     }
-    table, world = {"entities": sizes.entities, "features": sizes.num_features}, asdict(cluster)
-    names, form = ("within_hosts", "between_hosts"), plan.forms[0]
     return {
-        "table": {**table, "dim": plan.dim, "optimizer": config.train.optimizer},
-        "disk": plan.disk,
-        "world": {"size": world.pop("world_size"), **world, "reserve": plan.reserve},
-        "sharding": {
-            "type": plan.layout,
-            "kernel": form.kernel,
-            "cache_ratio": form.cache_ratio,
-            "rows": int(plan.rows.sum()),
-            "columns": plan.columns,
-        },
-        "run": {
-            "relations": sizes.relations,
-            "triples": sizes.triples,
-            "batch_size": plan.batch_size,
-            "scorer": config.model.scorer,
-            "dense_parameters": plan.costs.dense_numbers,
-            "config": config.to_dict(),
-        },
+        "config": config.to_dict(),
+        "entities": sizes.entities,
+        "features": sizes.num_features,
+        "relations": sizes.relations,
+        "triples": sizes.triples,
+        "dense_parameters": plan.costs.dense_numbers,
+        "cluster": asdict(plan.cluster),
+        "reserve": plan.reserve,
+        "layout": plan.layout,
+        "rows": plan.rows,
+        "columns": plan.columns,
         "fits": plan.fits,
         "memory": {**memory, "total": asdict(plan.total)},
         "limits": [{**asdict(limit), "over": max(0, limit.over)} for limit in plan.limits],
         "checkpoint_bytes": plan.checkpoint_bytes,
-        "traffic": {
-            "steps_per_epoch": plan.steps_per_epoch,
-            "lookups": {k: float(plan.micro_batches * x.sum()) for k, x in lookups.items()},
-            "sent": {kind: dict(zip(names, x, strict=True)) for kind, x in plan.sent.items()},
-        },
+        "disk": step.disk,
+        "batch_size": plan.batch_size,
+        "micro_batch": batch,
+        "sent": {kind: dict(zip(("within_host", "to_others"), x, strict=True))
+                 for kind, x in step.sent.items()},
         "step": {
             "what": "a model from bytes, operations and the device's speeds, not a measurement",
-            "seconds": plan.step_seconds,
-            "parts": plan.seconds,
-            "decisive": [part for parts in plan.decisive.values() for part in parts],
-            "bound": plan.bound,
+            "seconds": step.seconds,
+            "parts": step.parts,
+            "decisive": [part for parts in step.decisive.values() for part in parts],
+            "bound": step.bound,
         },
-        "epoch_seconds": plan.epoch_seconds,
-        "training_seconds": config.train.epochs * plan.epoch_seconds,
+        "epoch_seconds": step.epoch_seconds,
+        "training_seconds": config.train.epochs * step.epoch_seconds,
         "advice": [asdict(item) for item in advice],
         "notes": notes(plan),
-    }
+    }  # fmt: skip

@@ -19,8 +19,9 @@ def cost(devices: str = "1xH100", **keys) -> Cost:
 def of_all(rows: int, is_cuda: bool = True, free: int = 0, **keys) -> Cost:
     """The cost of 128 queries against all rows."""
     keys = {"loss__name": "bce", "train__batch_size": 64, "model__dim": 16, **keys}
-    plan = plan_of("1xH100", entities=rows, negatives__regime="1vsall", **keys)
-    return plan.costs.of_all(rows, plan.queries, is_cuda, free)
+    devices = "1xH100" if is_cuda else "1xCPU"
+    plan = plan_of(devices, entities=rows, negatives__regime="1vsall", **keys)
+    return plan.costs.of_all(rows, plan.queries, free)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,8 @@ def test_a_cpu_allocates_what_is_counted(scorer, loss):
     """The kernels of distances and losses are counted as they run, not as torch would."""
     keys = {"train__batch_size": 64, "negatives__count": 256, "model__dim": 16}
     plan = plan_of("1xCPU", model__scorer=scorer, loss__name=loss, negatives__filtered=True, **keys)
-    real = Costs(plan.config, plan.sizes.relations, "cpu")
-    shape = plan.batch.chunks, plan.batch.triples, plan.candidates, False
-    found = real.of_batch(*shape)
+    real = Costs(plan.config, plan.sizes.relations, False, "cpu")
+    found = real.of_batch(plan.batch.chunks, plan.batch.triples, plan.candidates)
     assert found == plan.cost and found.flops > 0
 
 
