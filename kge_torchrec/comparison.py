@@ -3,24 +3,19 @@
 For each world size all variants train in one world of processes. Every variant takes step i before
 any takes step i + 1, so the distance between their parameters can be measured while they train.
 Then each variant is measured in fresh worlds of its own, alternating, ``repeats`` times: speed,
-memory, the parts of a step, and traffic. The folder run.dir then holds
-
-    comparison.json  everything; rewritten after each measurement, "complete" at the end
-    comparison.txt   tables
-    store/           the prepared triples, unless data.path was a store
+memory, the parts of a step, and traffic. The folder run.dir then holds comparison.json, which is
+rewritten after each measurement, and store/, unless data.path was a store.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +30,7 @@ from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.data.report import notes
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.distributed.worlds import RankFailed, run_world
+from kge_torchrec.distributed.worlds import run_world
 from kge_torchrec.environment import cores, installed
 from kge_torchrec.tables import Cell, table
 from kge_torchrec.training.run_data import check_start, facts_of, open_store
@@ -59,8 +54,7 @@ def compare(
 ) -> dict[str, Any]:
     """Train the same run with several engines, side by side, and measure them.
 
-    It starts processes of its own, so scripts call it under ``if __name__ == "__main__"``. A rank
-    that fails ends the comparison: "complete" is then False, and "failure" says why.
+    It starts processes of its own, so scripts call it under ``if __name__ == "__main__"``.
 
     Args:
         config: As for ``train``; run.dir gets the report.
@@ -75,7 +69,7 @@ def compare(
     Raises:
         ConfigError: The settings make no sense, or run.dir is not empty.
         DataError: The data is bad.
-        KeyboardInterrupt: The user interrupted; the report has the measurements so far.
+        RankFailed: A rank failed; comparison.json has what was measured before.
     """
     config = as_config(config)
     configs = variants(config, engines)
@@ -113,17 +107,9 @@ def compare(
         for name, variant in configs.items()
     }
     content: dict[str, Any] = {
-        "complete": False,
-        "failure": None,
-        "engines": list(configs),
         "settings": {"world_sizes": list(world_sizes), "repeats": repeats, "steps": steps},
         "config": configs[engines[0]].to_dict(),
         "entities": {name: asdict(variant.entities) for name, variant in configs.items()},
-        "data": {
-            "entities": store.num_entities,
-            "relations": store.num_relations,
-            "train": len(store.train),
-        },
         "machine": {
             "cores": cores(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -133,56 +119,26 @@ def compare(
         },
         "training": {},
         "speed": {},
-        "summary": {},
     }
-    device, where = config.device if on_cuda else "cpu", "the start"
+    device = config.device if on_cuda else "cpu"
 
     def write() -> None:
-        content["summary"] = summary(content["speed"])
         files.write_json(folder / "comparison.json", files.finite(content))
-        files.write_text(folder / "comparison.txt", text(files.finite(content)) + "\n")
 
-    def train(size: int) -> None:
-        file = folder / ".partial.json"
-        try:
-            run_world(size, device, train_side_by_side, configs, file)
-        finally:  # a rank that fails leaves what was measured before
-            if file.exists():
-                content["training"][str(size)] = json.loads(file.read_text("utf-8"))
-                file.unlink()
-
-    def measure(size: int, name: str, repeat: int) -> None:
-        ranks = run_world(size, device, measure_speed, configs[name], steps)
-        rates = ranks[0]["triples_per_second"]
-        speed = content["speed"].setdefault(str(size), {each: [] for each in configs})
-        speed[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
-
-    work: dict[str, Callable[[], None]] = {}
     for size in world_sizes:
         world = f"{size} rank{'s' * (size > 1)}"
-        work[f"{world}, training side by side"] = partial(train, size)
+        show(f"{world}, training side by side")
+        trained = run_world(size, device, train_side_by_side, configs)[0]
+        content["training"][str(size)] = trained
+        speed: dict[str, list[Any]] = {name: [] for name in engines}
+        content["speed"][str(size)] = speed
+        write()
         for repeat in range(repeats):
             # There and back, so that what slows down slows all of them.
             for name in engines if repeat % 2 == 0 else engines[::-1]:
-                title = f"{world}, speed of {name}, repeat {repeat + 1} of {repeats}"
-                work[title] = partial(measure, size, name, repeat)
-    try:
-        write()
-        for where, act in work.items():
-            show(where)
-            act()
-            write()
-        content["complete"] = True
-    except RankFailed as failed:
-        content["failure"] = {"where": where, "rank": failed.rank, "reason": failed.reason,
-                              "details": failed.details}  # fmt: skip
-        show(f"ended: {where}: {failed}")
-    except KeyboardInterrupt as error:
-        content["failure"] = {"where": where, "rank": None, "reason": "it was interrupted"}
-        with suppress(OSError):  # the caller has to see that it was interrupted
-            write()
-        raise KeyboardInterrupt(f"interrupted; the measurements so far are in {folder}") from error
-    write()
+                show(f"{world}, speed of {name}, repeat {repeat + 1} of {repeats}")
+                speed[name].append(run_world(size, device, measure_speed, configs[name], steps))
+                write()
     return content
 
 
@@ -225,18 +181,15 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
 # training side by side
 
 
-def train_side_by_side(
-    ranks: Processes, configs: dict[str, Config], partial: Path
-) -> dict[str, Any]:
+def train_side_by_side(ranks: Processes, configs: dict[str, Config]) -> dict[str, Any]:
     """Train the variants for train.epochs epochs; 0 epochs compare their initial values only.
 
-    Collective. Rank 0 writes the results to the file ``partial``, those so far every
-    train.log_every steps.
+    Collective.
 
     Returns:
-        {"complete", "steps", "threads", "losses": {name: loss per step}, "differences": {name:
-        [{"step", "entities", "dense"}]} from the first variant, "split": the split that was ranked
-        at the end or None, "metrics": {name: as from Session.rank}}.
+        {"steps", "losses": {name: loss per step}, "differences": {name: [{"step", "entities",
+        "dense"}]} from the first variant, "split": the split that was ranked at the end or None,
+        "metrics": {name: as from Session.rank}}.
 
     Raises:
         NonFiniteLoss: A loss is not finite; the message names the variant.
@@ -250,24 +203,13 @@ def train_side_by_side(
     first, *others = trainers
     per_epoch = trainers[first].batches.steps_per_epoch
     compared = set(measured_steps(train.epochs * per_epoch))
-    results: dict[str, Any] = {
-        "complete": False,
-        "steps": 0,
-        "threads": torch.get_num_threads(),
-        "losses": {name: [] for name in trainers},
-        "differences": {name: [] for name in others},
-        "split": None,
-        "metrics": {},
-    }
+    losses: dict[str, list[float]] = {name: [] for name in trainers}
+    differences: dict[str, list[dict[str, float]]] = {name: [] for name in others}
 
     def measure(step: int) -> None:
         for name in others:
             apart = largest_differences(sessions[first], sessions[name])
-            results["differences"][name].append({"step": step, **apart})
-
-    def write() -> None:
-        if ranks.is_first:
-            files.write_json(partial, files.finite(results))
+            differences[name].append({"step": step, **apart})
 
     measure(0)
     for epoch in range(train.epochs):
@@ -277,25 +219,24 @@ def train_side_by_side(
         for step in range(1, per_epoch + 1):
             for name, trainer in trainers.items():
                 trainer.train_step(streams[name])
-            steps = epoch * per_epoch + step
-            if steps in compared:
-                measure(steps)
+            if epoch * per_epoch + step in compared:
+                measure(epoch * per_epoch + step)
             if step % train.log_every == 0 or step == per_epoch:
                 for name, trainer in trainers.items():
                     try:
-                        results["losses"][name] += trainer.read_losses(epoch, step)
+                        losses[name] += trainer.read_losses(epoch, step)
                     except NonFiniteLoss as error:
                         raise NonFiniteLoss(f"{name}: {error}") from None
-                results["steps"] = steps
-                write()
     store = sessions[first].store
     split = next((name for name in ("test", "valid") if len(store.split(name))), None)
-    if train.epochs and split is not None:
-        results["split"] = split
-        results["metrics"] = {name: each.rank(split) for name, each in sessions.items()}
-    results["complete"] = True
-    write()
-    return results
+    split = split if train.epochs else None
+    return {
+        "steps": train.epochs * per_epoch,
+        "losses": losses,
+        "differences": differences,
+        "split": split,
+        "metrics": {name: each.rank(split) for name, each in sessions.items()} if split else {},
+    }
 
 
 @torch.no_grad()
@@ -330,51 +271,12 @@ def measured_steps(last: int) -> list[int]:
 # the report
 
 
-def summary(speed: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """Return the figures of the tables by world size and variant; unmeasured ones are left out.
+def text(content: dict[str, Any]) -> str:
+    """Return the tables.
 
     The speed of a repeat is the median of its blocks. With one repeat, the spread is that of its
-    blocks. A ratio is that of the medians, with the range over pairs of repeats.
+    blocks. A ratio is that of the medians.
     """
-    results: dict[str, dict[str, Any]] = {}
-    for size, by_name in speed.items():
-        results[size], base = {}, dict[int, float]()
-        for name, ours in ((name, ours) for name, ours in by_name.items() if ours):
-            ranks = [rank for each in ours for rank in each["ranks"]]
-            mine = {m["repeat"]: statistics.median(m["triples_per_second"]) for m in ours}
-            base = base or mine
-            rates = list(mine.values()) if len(ours) > 1 else ours[0]["triples_per_second"]
-            ratio = statistics.median(mine.values()) / statistics.median(base.values())
-            pairs = [mine[repeat] / base[repeat] for repeat in mine if repeat in base]
-            on_device = [rank["peak_device_bytes"] for rank in ranks if "peak_device_bytes" in rank]
-            splits = [_mean([rank["split"] for rank in each["ranks"]]) for each in ours]
-            results[size][name] = {
-                "triples_per_second": _spread(statistics.median(rates), rates),
-                "ratio_to_first": _spread(ratio, [ratio, *pairs]),
-                "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
-                "peak_device_bytes": max(on_device, default=None),
-                "split_milliseconds": {
-                    part: statistics.median(split[part] for split in splits) for part in PARTS
-                },
-                "traffic": _mean([rank["traffic"] for rank in ours[0]["ranks"]]),
-            }
-    return results
-
-
-def _spread(median: float, values: list[float]) -> dict[str, float]:
-    return {"median": median, "lowest": min(values), "highest": max(values)}
-
-
-def _mean(values: list[Any]) -> Any:
-    """Return the mean of numbers, or of dicts of them by key; a missing key counts as 0."""
-    if isinstance(values[0], dict):
-        keys = dict.fromkeys(key for value in values for key in value)
-        return {key: _mean([value.get(key, 0) for value in values]) for key in keys}
-    return statistics.mean(values)
-
-
-def text(content: dict[str, Any]) -> str:
-    """Return the tables, then where and why the comparison ended if it is incomplete."""
     regime = content["config"]["negatives"]["regime"]
     rate = f"{NegativesConfig(regime=regime).examples}/s"
     trained, speed, split, traffic = (list[dict[str, Cell]]() for _ in range(4))
@@ -389,29 +291,38 @@ def text(content: dict[str, Any]) -> str:
                 "MRR": metrics.get("mrr"), "hits@10": metrics.get("hits@10"),
                 "difference": None if None in apart else max(apart),
             })  # fmt: skip
-    for size, by_name in content["summary"].items():
-        for name, figures in by_name.items():
-            who, rates = {"ranks": size, "variant": name}, figures["triples_per_second"]
+        base = None
+        for name, repeats in content["speed"][size].items():
+            if not repeats:
+                continue
+            who: dict[str, Cell] = {"ranks": size, "variant": name}
+            ranks = [rank for repeat in repeats for rank in repeat]
+            rates = [statistics.median(repeat[0]["triples_per_second"]) for repeat in repeats]
+            median, base = statistics.median(rates), base or statistics.median(rates)
+            spread = rates if len(rates) > 1 else ranks[0]["triples_per_second"]
             speed.append({
-                **who, rate: rates["median"], "lowest": rates["lowest"],
-                "highest": rates["highest"], "ratio": figures["ratio_to_first"]["median"],
-                "peak MiB": figures["peak_memory_bytes"],
+                **who, rate: median, "lowest": min(spread), "highest": max(spread),
+                "ratio": median / base, "peak MiB": max(x["peak_memory_bytes"] for x in ranks),
             })  # fmt: skip
-            if figures["peak_device_bytes"] is not None:
-                speed[-1]["on GPU"] = figures["peak_device_bytes"]
-            parts = figures["split_milliseconds"]
+            if "peak_device_bytes" in ranks[0]:
+                speed[-1]["on GPU"] = max(rank["peak_device_bytes"] for rank in ranks)
+            parts = {part: statistics.median(x["split"][part] for x in ranks) for part in PARTS}
             split.append({**who, **parts, "all": sum(parts.values())})
-            for kind, means in figures["traffic"].items():
-                calls = ", ".join(f"{n:g} {call}" for call, n in means["collectives"].items())
-                traffic.append({
-                    **who, "ids": kind, "looked up": means["ids_looked_up"],
-                    "rows sent": means["rows_sent"], "integers": means["integers_sent"],
-                    "KiB sent": means["bytes_sent"] / 1024, "collectives": calls or "none",
-                })  # fmt: skip
-    whole = dict.fromkeys((rate, "lowest", "highest", "looked up", "rows sent", "integers"), ",.0f")
+            sent = [rank["traffic"] for rank in repeats[0]]
+            calls = sent[0]["collectives"].items()
+            traffic.append({
+                **who,
+                **{
+                    title: statistics.mean(x[key] for x in sent)
+                    for title, key in (("looked up", "rows_looked_up"), ("rows sent", "rows_sent"),
+                                       ("KiB sent", "bytes_sent"))
+                },
+                "collectives": ", ".join(f"{n:g} {kind}" for kind, n in calls) or "none",
+            })  # fmt: skip
+    whole = dict.fromkeys((rate, "lowest", "highest", "looked up", "rows sent"), ",.0f")
     shown: dict[str, Any] = {
         **whole, **dict.fromkeys((*PARTS, "all"), ".3g"), "last loss": ".4g",
-        "difference": ".1e", "ratio": ".2f", "KiB sent": ",.1f",
+        "difference": ".1e", "ratio": ".2f", "KiB sent": lambda size: f"{size / 1024:,.1f}",
         **dict.fromkeys(("peak MiB", "on GPU"), lambda peak: f"{peak / 2**20:,.0f}"),
     }  # fmt: skip
     tables = {
@@ -419,10 +330,8 @@ def text(content: dict[str, Any]) -> str:
             trained,
         "speed, spread over the repeats": speed,
         "a step, part by part, ms": split,
-        "traffic per step and rank, to other ranks; integers are ids and their counts": traffic,
+        "traffic per step and rank, to other ranks; collectives of the first rank": traffic,
     }  # fmt: skip
-    said = [f"{title}\n{table(rows, shown=shown)}" for title, rows in tables.items() if rows]
-    if (failure := content["failure"]) is not None:
-        rank = "" if failure["rank"] is None else f"rank {failure['rank']} "
-        said.append(f"incomplete: {failure['where']}: {rank}{failure['reason']}")
-    return "\n\n".join(said)
+    return "\n\n".join(
+        f"{title}\n{table(rows, shown=shown)}" for title, rows in tables.items() if rows
+    )

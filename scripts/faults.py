@@ -254,15 +254,15 @@ used = "tail queries use the relations themselves" => pass
 # planning, tuning, comparison
 [planning/step.py: planning/test_traffic.py planning/test_costs.py]
 return 2 * (count - 1) / count * size => return (count - 1) / count * size
-size = travel_bytes(config.entities.exchange.dtype, ids, remote * dim) => size = 4 * remote * dim
-[planning/memory.py: planning/test_plans.py planning/test_table_memory.py]
+float(travel_bytes(dtype, ids, remote * dim)) => 4.0 * remote * dim
+[planning/plan.py: planning/test_plans.py planning/test_table_memory.py]
 per_element = 4 * (2 + dense_state_numbers(train.optimizer) + train.averages) => per_element = 4 * (2 + train.averages)
 return triples + sides * index + ranked => return triples + index + ranked
 [planning/sizes.py: planning/test_sizes.py]
 absent = absent + negatives * np.log1p(-drawn) => absent = absent - negatives * drawn**2
 [comparison.py: comparison/test_measurements.py]
 return sorted({0, last, *(step for step in steps if step < last)}) => return sorted({0, *(step for step in steps if step <= last)})
-mine[repeat] / base[repeat] => base[repeat] / mine[repeat] @@ comparison/test_compare.py -k spread_and_ratio
+"ratio": median / base => "ratio": base / median @@ comparison/test_compare.py -k tables
 [seeds.py: test_seeds.py]
 values = [after - before => values = [before - after
 t = difference / (deviation / math.sqrt(len(common))) => t = difference / deviation

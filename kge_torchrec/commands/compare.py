@@ -57,4 +57,4 @@ def compare(
 
     content = comparison.compare(loaded, engines, world_sizes, repeats, steps)
     print(f"{comparison.text(content)}\n\nreport: {content['config']['run']['dir']}")
-    return 0 if content["complete"] else 1
+    return 0

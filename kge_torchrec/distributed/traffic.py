@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,17 +27,14 @@ class Traffic(TorchDispatchMode):
 
     Attributes:
         collectives: Number per kind; a message to another rank is a "send".
-        payload_bytes: Per kind, the size of their inputs, this rank's own part included.
-        integers_sent: Ids and their counts that went to other ranks by all_to_all or send.
-        floats_sent: The elements of rows and gradients that did.
-        bytes_sent: Everything that did.
+        bytes_sent: Bytes that all_to_all and send sent to other ranks.
+        floats_sent: The elements of rows and gradients among them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: dict[str, int] = defaultdict(int)
-        self.payload_bytes: dict[str, int] = defaultdict(int)
-        self.bytes_sent = self.integers_sent = self.floats_sent = 0
+        self.collectives: Counter[str] = Counter()
+        self.bytes_sent = self.floats_sent = 0
 
     def __torch_dispatch__(
         self,
@@ -51,29 +48,21 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__.replace("_", "").removeprefix("i")
         kinds = [kind for kind in _KINDS if name.startswith(kind.replace("_", ""))]
         if kinds and func.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in func._schema.arguments]
-            self._count(kinds[0], dict(zip(names, args, strict=False)) | kwargs)
+            self.collectives[kinds[0]] += 1
+            if kinds[0] in ("all_to_all", "send"):
+                names = [argument.name for argument in func._schema.arguments]
+                self._count(dict(zip(names, args, strict=False)) | kwargs)
         return func(*args, **kwargs)
 
-    def _count(self, kind: str, arguments: dict[str, Any]) -> None:
-        # A collective has inputs, or works in place on the tensors of its arguments.
+    def _count(self, arguments: dict[str, Any]) -> None:
+        """Count what an all_to_all or a send sends, without this rank's own part."""
+        # It has inputs, or sends the tensors of its arguments.
         names = [name for name in arguments if name.startswith("input")] or list(arguments)
         leaves = tree_leaves([arguments[name] for name in names])
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.collectives[kind] += 1
-        self.payload_bytes[kind] += sum(tensor.nbytes for tensor in inputs)
-        if kind not in ("all_to_all", "send"):
-            return
-        (tensor,) = inputs
+        (tensor,) = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         elements = tensor.numel()
-        if kind == "all_to_all":  # without this rank's own part
-            splits = arguments.get("input_split_sizes")
-            size, own = (
-                (sum(splits), splits[dist.get_rank()]) if splits else (dist.get_world_size(), 1)
-            )
-            elements -= elements * own // max(1, size)
+        if names != list(arguments):
+            splits = arguments.get("input_split_sizes") or [1] * dist.get_world_size()
+            elements -= elements * splits[dist.get_rank()] // max(1, sum(splits))
         self.bytes_sent += elements * tensor.element_size()
-        if tensor.is_floating_point():
-            self.floats_sent += elements
-        else:
-            self.integers_sent += elements
+        self.floats_sent += elements * tensor.is_floating_point()

@@ -240,18 +240,15 @@ def build_batches(
     store: TripleStore,
     processes: Processes,
     disk: DiskTable | None = None,
-    duplicates: bool = False,
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
     """Return this rank's batches.  Collective unless negatives.among is "all".
-
-    With ``duplicates`` every entity is looked up at each of its places, to measure the traffic.
 
     Raises:
         DataError: A file of types or negatives cannot be used.  Raised on every rank.
         ConfigError: A sampler violates its contract.
     """
     plan = batch_plan(config, store, processes)
-    delivery = _delivery(config, store, processes, duplicates)
+    delivery = _delivery(config, store, processes)
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
@@ -337,17 +334,12 @@ def _sampler(config: Config, store: TripleStore, processes: Processes) -> Negati
     return sampler
 
 
-def _delivery(
-    config: Config, store: TripleStore, processes: Processes, duplicates: bool
-) -> Delivery:
+def _delivery(config: Config, store: TripleStore, processes: Processes) -> Delivery:
     """Return how this rank gets its share of the batches, in the form for its device."""
     on_cuda = processes.device.type == "cuda"
     captures = config.captures(on_cuda, processes.world_size, store.has_features)
     delivery = Delivery(
-        processes.rank,
-        processes.world_size,
-        ahead=on_cuda,
-        deduplicate=not (captures or duplicates),
+        processes.rank, processes.world_size, ahead=on_cuda, deduplicate=not captures
     )
     if config.entities.engine == "torchrec":
         from kge_torchrec.embeddings.torchrec.collection import feature_for

@@ -16,7 +16,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count, islice
 from typing import Any, cast
 
@@ -39,41 +38,33 @@ from kge_torchrec.training.trainer import Trainer
 SETTLING, SPLIT = 10, 40  # steps run part by part: to compile kernels, and measured
 WARM_UP, BLOCKS = 10, 3  # steps that fill the pipeline, and timed blocks of steps
 IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
-COUNTED = 5  # steps whose traffic is counted, with and again without de-duplication
+COUNTED = 5  # steps whose traffic is counted
 
 
 def measure_speed(ranks: Processes, config: Config, steps: int) -> dict[str, Any]:
     """Measure a variant. Collective.
 
     Returns:
-        {"triples_per_second": per block, "threads", "peak_memory_bytes", "split": {part:
-        milliseconds}, "traffic": {"deduplicated" | "duplicated": means per step of this rank}}, and
-        "peak_device_bytes" on CUDA. Memory is read before the batches with duplicates, which are
-        larger.
+        {"triples_per_second": per block, "peak_memory_bytes", "split": {part: milliseconds},
+        "traffic": means per step of this rank}, and "peak_device_bytes" on CUDA.
     """
     session = Session(config, RunFolder(str(config.run.dir)), ranks)
-    results: dict[str, Any] = {"threads": torch.get_num_threads()}
     stream = _endless(_batches(session))
     step = SampledStep(session.backend, config.train, ranks.device)
     split_of_a_step(step, stream, SETTLING)
-    results["split"] = split_of_a_step(step, stream, SPLIT)
+    results: dict[str, Any] = {"split": split_of_a_step(step, stream, SPLIT)}
     # The pipeline takes the lookup over: from here on nothing else may train the model.
     trainer = Trainer(session, begin(session), None)
     results["triples_per_second"] = _timed_blocks(trainer, steps)
     results["peak_memory_bytes"] = peak_resident_bytes()
     if ranks.device.type == "cuda":
         results["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
-    results["traffic"] = {
-        name: _traffic(trainer, duplicates)
-        for name, duplicates in (("deduplicated", False), ("duplicated", True))
-    }
+    results["traffic"] = _traffic(trainer)
     return results
 
 
-def _batches(session: Session, duplicates: bool = False) -> TripleBatches | QuerySampleBatches:
-    batches = build_batches(
-        session.config, session.store, session.processes, session.disk, duplicates
-    )
+def _batches(session: Session) -> TripleBatches | QuerySampleBatches:
+    batches = build_batches(session.config, session.store, session.processes, session.disk)
     return cast(TripleBatches | QuerySampleBatches, batches)  # compare refuses all entities
 
 
@@ -144,31 +135,18 @@ def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> 
     return {part: 1e3 * statistics.median(step[part] for step in times) for part in PARTS}
 
 
-def _traffic(trainer: Trainer, duplicates: bool) -> dict[str, Any]:
+def _traffic(trainer: Trainer) -> dict[str, Any]:
     """Count the first batches of epoch 0, which are the same for every variant and repeat."""
-    session = trainer.session
-    batches = _batches(session, duplicates)
-    feature, looked_up = batches.delivery.feature, 0
-
-    def in_order(ids: Tensor) -> Any:
-        """Sort the ids, since an engine for distinct ids relies on it.
-
-        With duplicates the rows are then not those of the triples; the traffic is the same.
-        """
-        nonlocal looked_up
-        looked_up += ids.numel()
-        return feature(ids.sort().values)
-
-    batches.delivery = replace(batches.delivery, feature=in_order)
-    stream = iter(list(islice(_endless(batches), COUNTED * batches.plan.accumulation)))
+    source = _batches(trainer.session)
+    batches = list(islice(_endless(source), COUNTED * source.plan.accumulation))
+    ids = (x.ids if isinstance(x.ids, Tensor) else x.ids.values() for x in batches)
+    looked_up, stream = sum(map(len, ids)), iter(batches)
     with Traffic() as traffic:
         for _ in range(COUNTED):
             trainer.train_step(stream)
     return {
-        "ids_looked_up": looked_up / COUNTED,
-        "rows_sent": traffic.floats_sent / session.backend.shard().dim / COUNTED,
-        "integers_sent": traffic.integers_sent / COUNTED,
+        "rows_looked_up": looked_up / COUNTED,
+        "rows_sent": traffic.floats_sent / trainer.session.backend.shard().dim / COUNTED,
         "bytes_sent": traffic.bytes_sent / COUNTED,
         "collectives": {kind: n / COUNTED for kind, n in traffic.collectives.items()},
-        "payload_bytes": {kind: n / COUNTED for kind, n in traffic.payload_bytes.items()},
     }

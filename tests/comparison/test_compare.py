@@ -18,7 +18,7 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec import api, comparison
 from kge_torchrec.cli import main, run_verb
-from kge_torchrec.comparison import summary, text, variants
+from kge_torchrec.comparison import text, variants
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.config.entities import VARIANTS
 from kge_torchrec.data.store import TripleStore
@@ -49,34 +49,29 @@ def test_comparison_writes_all_results(tmp_path):
     returned = kge_torchrec.compare(config, world_sizes=[1, 2], repeats=1, steps=3)
     results = report_of(folder)
     assert results == json.loads(json.dumps(returned))
-    assert results["complete"] is True and results["failure"] is None
-    assert results["engines"] == ["torchrec", "handrolled"]
     assert results["config"]["model"]["dim"] == 16 and results["machine"]["packages"]["torch"]
     store = TripleStore.open(folder / "store")
     steps = config.train.epochs * -(-len(store.train) // 512)
-    assert results["data"]["train"] == len(store.train)
     for world_size in ("1", "2"):
         training = results["training"][world_size]
-        assert training["complete"] and training["steps"] == steps
+        assert training["steps"] == steps
         assert {len(losses) for losses in training["losses"].values()} == {steps}
         measured = training["differences"]["handrolled"]
         assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
         assert measured[-1]["step"] == steps and measured[-1]["entities"] < 1e-4 * 0.05
         assert training["metrics"]["torchrec"]["both"]["realistic"]["mrr"] > 0
-        for name, (repeat,) in results["speed"][world_size].items():
-            assert repeat["repeat"] == 0 and len(repeat["ranks"]) == int(world_size)
-            assert len(repeat["triples_per_second"]) == 3 and min(repeat["triples_per_second"]) > 0
-            for rank in repeat["ranks"]:
+        assert list(results["speed"][world_size]) == ["torchrec", "handrolled"]
+        for ranks in (ranks for (ranks,) in results["speed"][world_size].values()):
+            assert len(ranks) == int(world_size)
+            for rank in ranks:
+                assert len(rank["triples_per_second"]) == 3 and min(rank["triples_per_second"]) > 0
                 assert set(rank["split"]) == set(PARTS) and min(rank["split"].values()) > 0
                 assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
-                assert rank["threads"] == 1
-            for sent in results["summary"][world_size][name]["traffic"].values():
-                assert sent["ids_looked_up"] > 0
-                for kind in ("rows_sent", "integers_sent", "bytes_sent"):
+                sent = rank["traffic"]
+                assert sent["rows_looked_up"] > 0
+                for kind in ("rows_sent", "bytes_sent"):
                     assert (sent[kind] == 0) == (world_size == "1")
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["comparison.json", "comparison.txt", "store"]
-    assert (folder / "comparison.txt").read_text() == text(results) + "\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["comparison.json", "store"]
     assert multiprocessing.active_children() == []
 
 
@@ -104,34 +99,20 @@ def test_comparison_that_ends_early_keeps_results(tmp_path, capsys, how):
     options = ("--world-sizes", "2", "--repeats", "1", "--steps", "1000000")
     code = main(arguments(folder, *options))
     watcher.join()
-    results, (out, err) = report_of(folder), capsys.readouterr()
-    assert results["complete"] is False and not results["speed"]
-    assert results["training"]["2"]["complete"] is True and results["training"]["2"]["metrics"]
-    failure, written = results["failure"], (folder / "comparison.txt").read_text()
-    assert failure["where"] == "2 ranks, speed of torchrec, repeat 1 of 1"
-    assert "training, same start" in written and f"incomplete: {failure['where']}: " in written
+    results, err = report_of(folder), capsys.readouterr().err
+    assert results["training"]["2"]["metrics"]
+    assert results["speed"]["2"] == {"torchrec": [], "handrolled": []}
     assert multiprocessing.active_children() == []
-    if how == "killed":
-        assert code == 1 and failure["rank"] in (0, 1)
-        assert "was killed by SIGKILL" in failure["reason"] and failure["reason"] in out
-    else:
-        assert code == 130 and failure["reason"] == "it was interrupted"
-        said = f"kge-torchrec: interrupted; the measurements so far are in {folder}"
-        assert err.splitlines()[-1] == said
+    assert code == (1 if how == "killed" else 130)
+    assert ("was killed by SIGKILL" if how == "killed" else "interrupted") in err.splitlines()[-1]
 
 
-def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
+def test_rank_that_fails_in_training_is_named(tmp_path, capsys):
     """A huge learning rate: the first loss is a number, a later one is not."""
-    folder = tmp_path / "compared"
-    changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
-               "train__log_every": 1}  # fmt: skip
-    assert main(arguments(folder, "--repeats", "0", **changes)) == 1
-    results = report_of(folder)
-    training = results["training"]["1"]
-    assert results["complete"] is False and training["complete"] is False
-    assert 0 < training["steps"] == len(training["losses"]["torchrec"])
-    assert "NonFiniteLoss: torchrec: the loss is" in results["failure"]["reason"]
-    assert "NonFiniteLoss" in capsys.readouterr().out
+    changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4}
+    assert main(arguments(tmp_path / "compared", "--repeats", "0", **changes)) == 1
+    said = capsys.readouterr().err
+    assert "rank 0 raised NonFiniteLoss: torchrec: the loss is" in said.splitlines()[-1]
 
 
 def test_presets_of_a_run_are_compared_by_initial_values_only(tmp_path, capsys):
@@ -148,16 +129,16 @@ def test_presets_of_a_run_are_compared_by_initial_values_only(tmp_path, capsys):
     assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
     results = report_of(folder)
     assert results["config"]["model"] == json.loads(json.dumps(run.config.to_dict()["model"]))
-    assert results["data"]["train"] == len(TripleStore.open(run.path / "store").train)
-    assert results["complete"] and results["speed"] == {}
-    presets = [results["entities"][name]["preset"] for name in results["engines"]]
+    one, other = (TripleStore.open(path / "store") for path in (folder, run.path))
+    assert one.fingerprint == other.fingerprint
+    presets = [entities["preset"] for entities in results["entities"].values()]
     assert presets == ["dicee", "dgl", "fbgemm"]
+    assert not any(results["speed"]["1"].values())
     training = results["training"]["1"]
-    assert training["complete"] and training["steps"] == 0 and training["metrics"] == {}
+    assert training["steps"] == 0 and training["metrics"] == {}
     starts = [measured[0] for measured in training["differences"].values()]
     assert starts == 2 * [{"step": 0, "entities": 0, "dense": 0}]
-    written = (folder / "comparison.txt").read_text()
-    assert capsys.readouterr().out.endswith(f"{written}\nreport: {folder}\n")
+    assert capsys.readouterr().out == f"{text(results)}\n\nreport: {folder}\n"
 
 
 # what is refused before anything starts
@@ -217,26 +198,23 @@ def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(name, tmp_path,
 # figures and tables of made-up comparisons
 
 
-def repeats(*medians: float) -> list[dict[str, Any]]:
-    """A repeat for each median: of three blocks, the outer ones far off, and of two ranks."""
-    sent = {"ids_looked_up": 100.0, "rows_sent": 90.0, "integers_sent": 50.0, "bytes_sent": 2048.0}
+def repeats(*medians: float) -> list[list[dict[str, Any]]]:
+    """A repeat for each median: of two ranks, with three blocks, the outer ones far off."""
+    sent = {"rows_looked_up": 100.0, "rows_sent": 90.0, "bytes_sent": 2048.0}
     rank = {
         "peak_memory_bytes": 300 << 20,
         "split": {part: float(i) for i, part in enumerate(PARTS, 1)},
-        "traffic": {
-            "deduplicated": {**sent, "collectives": {"all_to_all": 4.0}},
-            "duplicated": {**sent, "bytes_sent": 8192.0, "collectives": {"all_to_all": 4.0}},
-        },
+        "traffic": {**sent, "collectives": {"all_to_all": 4.0}},
     }
-    other = {**rank, "traffic": {**rank["traffic"], "deduplicated": {**sent, "collectives": {}}}}
+    other = {**rank, "traffic": {**rank["traffic"], "rows_sent": 110.0}}
     return [
-        {"repeat": i, "triples_per_second": [0.5 * rate, rate, 1.5 * rate], "ranks": [rank, other]}
-        for i, rate in enumerate(medians)
+        [{**one, "triples_per_second": [0.5 * rate, rate, 1.5 * rate]} for one in (rank, other)]
+        for rate in medians
     ]
 
 
-def text_of(difference: float | None, failure: dict | None = None, **speed: list[dict]) -> str:
-    """The text of two variants at world size 2 that differ after 20 steps."""
+def lines_of(difference: float | None, **speed: list) -> list[str]:
+    """The lines of the tables of two variants at world size 2 that differ after 20 steps."""
     metrics = {"both": {"realistic": {"mrr": 0.5, "hits@10": 0.75}}}
     training = {
         "steps": 20,
@@ -244,21 +222,9 @@ def text_of(difference: float | None, failure: dict | None = None, **speed: list
         "differences": {"handrolled": [{"step": 20, "entities": difference, "dense": 0.0}]},
         "metrics": {"torchrec": metrics, "handrolled": metrics},
     }
-    summed, config = summary({"2": speed} if speed else {}), config_of("countries").to_dict()
-    content = {"config": config, "training": {"2": training}, "summary": summed}
-    return text({**content, "failure": failure})
-
-
-def test_spread_and_ratio():
-    """With one repeat the spread is that of its blocks."""
-    base = repeats(100, 104, 100)
-    for ours, speed, ratio in (
-        (repeats(200, 260, 220), (220, 200, 260), (2.2, 2.0, 2.5)),
-        (repeats(200), (200, 100, 300), (2.0, 2.0, 2.0)),
-    ):
-        found = summary({"2": {"base": base, "ours": ours}})["2"]["ours"]
-        assert tuple(found["triples_per_second"].values()) == speed
-        assert tuple(found["ratio_to_first"].values()) == ratio
+    config = config_of("countries").to_dict()
+    content = {"config": config, "training": {"2": training}, "speed": {"2": speed}}
+    return [" ".join(line.split()) for line in text(content).splitlines()]
 
 
 def test_variants_take_turns_there_and_back(tmp_path, monkeypatch):
@@ -268,7 +234,7 @@ def test_variants_take_turns_there_and_back(tmp_path, monkeypatch):
     def world(size, device, work, config, *_):
         if work is comparison.measure_speed:
             seen.append((size, config.entities.engine))
-            return [rank | {"triples_per_second": [100]} for rank in repeat["ranks"]]
+        return repeat
 
     monkeypatch.setattr(comparison, "run_world", world)
     kge_torchrec.compare(
@@ -279,25 +245,20 @@ def test_variants_take_turns_there_and_back(tmp_path, monkeypatch):
 
 
 def test_tables():
-    """Traffic is the mean of the ranks; what was not measured has no figure."""
-    said = text_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.2e5))
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+    """Medians of repeats and their spread; rows and bytes are means of the ranks."""
+    lines = lines_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.6e5, 2.2e5))
     for line in (
         "2 handrolled 20 2 0.5000 0.7500 1.0e-06",
         "2 torchrec 105,000 100,000 110,000 1.00 300",
-        "2 handrolled 210,000 200,000 220,000 2.00 300",
+        "2 handrolled 220,000 200,000 260,000 2.10 300",
         "2 torchrec 1 2 3 4 5 15",
-        "2 torchrec deduplicated 100 90 50 2.0 2 all_to_all",
+        "2 torchrec 100 100 2.0 4 all_to_all",
     ):
         assert line in lines
-    failure = {"where": "2 ranks, speed of dgl, repeat 1 of 3", "rank": 1,
-               "reason": "was killed by SIGKILL"}  # fmt: skip
-    for rank, reason, ending in (
-        (1, "was killed by SIGKILL", "rank 1 was killed by SIGKILL"),
-        (None, "it was interrupted", "it was interrupted"),
-    ):
-        said = text_of(None, failure | {"rank": rank, "reason": reason})
-        assert "2 handrolled 20 2 0.5000 0.7500 -" in " ".join(said.split())
-        assert "triples/s" not in said and said.endswith(
-            f"incomplete: {failure['where']}: {ending}"
-        )
+
+
+def test_tables_of_one_repeat_and_of_none():
+    """With one repeat the spread is that of its blocks; what was not measured has no line."""
+    assert "2 torchrec 200 100 300 1.00 300" in lines_of(0.0, torchrec=repeats(200))
+    lines = lines_of(None, torchrec=[], handrolled=[])
+    assert "2 handrolled 20 2 0.5000 0.7500 -" in lines and "triples/s" not in "".join(lines)

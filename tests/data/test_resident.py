@@ -5,7 +5,7 @@ A CPU stands for the device; it uses the operations of torch that a GPU takes.""
 import logging
 import threading
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,8 +97,10 @@ def batches_of(graph, case, where, rank=0, world=1, duplicates=False):
     ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "on_all_ranks", lambda _, work: work())
-        duplicates = duplicates or case.endswith("duplicates")
-        return assembly.build_batches(config, store, ranks, duplicates=duplicates)
+        made = assembly.build_batches(config, store, ranks)
+    if duplicates or case.endswith("duplicates"):
+        made.delivery = replace(made.delivery, deduplicate=False)
+    return made
 
 
 def assert_equal(one, other):

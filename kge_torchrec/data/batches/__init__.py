@@ -139,8 +139,8 @@ class Delivery:
         ahead: Make a few batches ahead in threads, in pinned memory where there is CUDA.  A GPU
             would wait otherwise.
         feature: Makes the input of the engine's lookup of the ids (M,) to look up.
-        deduplicate: Look each entity of a batch up once.  False looks it up for every place, which
-            costs more traffic and is there to be measured.
+        deduplicate: Look each entity of a batch up once.  False looks it up for every place, as a
+            CUDA graph needs, whose sizes are fixed.
     """
 
     rank: int = 0
