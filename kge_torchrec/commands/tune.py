@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,8 +60,7 @@ def tune(
             from kge_torchrec.tuning.study import make_study
 
             opened = make_study(loaded, trials or 30, study, space, halving or "epochs", storage)
-        results = opened.run(trials)
-        return _print_best(opened.path, opened.storage, results)
+        return _print_best(opened.path, opened.storage, opened.run(trials))
     if any(value is not None for value in (config, study, space, halving, storage)):
         raise ConfigError(
             "tune --resume reads the settings of the study; leave out CONFIG, --study, --space, "
@@ -86,14 +84,9 @@ def tune(
     return _print_best(opened.path, opened.storage, opened.run(trials, **own))
 
 
-def _print_best(study: Path, storage: str, results: dict) -> int:
-    """Print the best trial; return the exit code: 1 if no trial was completed."""
-    best = results["best"]
-    if best is None:
-        print(f"no trial was completed; {study / 'trials.json'} says why", file=sys.stderr)
-        return 1
-    print(f"best of {len(results['trials'])} trials: trial {best['number']}, "
-          f"valid {results['metric']} {best['value']:.4f}")  # fmt: skip
+def _print_best(study: Path, storage: str, best: dict) -> int:
+    print(f"best of {best['trials']} trials: trial {best['number']}, "
+          f"valid {best['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
     print(f"train it, and rank test: kge-torchrec train {study / 'best.yaml'}")

@@ -7,7 +7,6 @@ The folder holds:
     optuna.db     Optuna's database of all trials, unless the study has another storage
     store/        the prepared triples, unless the config names a store
     trials/0007   the run of a trial, without checkpoints
-    trials.json   all trials that have ended, and the best one
     best.yaml     the config of the best trial, for ``train``
 
 Processes communicate through Optuna's storage only. A process that trains beats in the database.
@@ -26,7 +25,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -54,7 +53,6 @@ try:
     import optuna
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import FrozenTrial, Trial, TrialState
-    from sqlalchemy import create_engine
     from sqlalchemy.exc import SQLAlchemyError
 
     from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
@@ -64,7 +62,6 @@ except ModuleNotFoundError:
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
 HEARTBEAT, GRACE = 5, 30  # seconds between beats, and without a beat until a trial counts as killed
-RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
 FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
 
 log = logging.getLogger(__name__)
@@ -84,7 +81,7 @@ def _quiet() -> Iterator[None]:
 
 
 with _quiet():
-    _again = RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
+    _again = RetryHeartbeatStaleTrialCallback(max_retry=1)
 
 
 def tune(
@@ -111,10 +108,11 @@ def tune(
         storage: The URL of Optuna's storage. None: a SQLite file in the folder.
 
     Returns:
-        The content of trials.json: "best", "trials" and others.
+        {"number", "value", "values" by key, "metric", "trials"} of the best trial; "trials" is the
+        number of all that ended.
 
     Raises:
-        ConfigError: A setting is invalid, or all trials fail.
+        ConfigError: A setting is invalid, or no trial was completed.
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
@@ -149,8 +147,7 @@ def make_study(
     if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
     if storage is not None and not file.is_file():
-        with _storage_errors(storage):
-            create_engine(storage)  # connects to nothing, so a wrong URL leaves no folder
+        _storage(storage)  # a wrong URL leaves no folder
     path.mkdir(parents=True, exist_ok=True)
     base = replace(config, run=replace(config.run, dir=None, resume="never"))
     given = {"config": base.to_dict(), "search space": ranges, "way of dropping trials": halving}
@@ -158,8 +155,6 @@ def make_study(
     with (path / ".lock").open("a") as lock:
         files.lock(lock, wait=True)
         if not file.is_file():
-            if storage is not None:
-                _storage(storage)
             first = _write(path, base, ranges, halving)
             # Several studies may share a storage.
             name = f"{path.resolve().name}-{uuid.uuid4().hex[:8]}"
@@ -227,34 +222,29 @@ class Study:
             own: ``threads`` and ``device`` of the runs of this process, if not those of the config.
 
         Returns:
-            The content of trials.json.
+            What ``tune`` returns.
         """
         limit = trials or self.given["trials"]
 
         def enough(study: optuna.Study, _: FrozenTrial) -> None:
-            ended = _ended(study)
-            if len(ended) >= FIRST_FAILURES and all(t.state is TrialState.FAIL for t in ended):
-                raise ConfigError(
-                    f"the first {len(ended)} trials all failed; error of the last one: "
-                    f"{ended[-1].user_attrs.get('error')}"
-                )
-            if len(ended) >= limit:
+            failed = [trial.state is TrialState.FAIL for trial in ended(study)]
+            if (len(failed) >= FIRST_FAILURES and all(failed)) or len(failed) >= limit:
                 study.stop()
 
         with _quiet():
             study = self.load()
             try:
-                if len(_ended(study)) < limit:
+                if len(ended(study)) < limit:
                     study.optimize(partial(self._objective, own), callbacks=[enough])
             except BaseException as error:
                 with suppress(Exception):  # what ended the study is what the caller has to see
-                    self.write_results(study)
+                    self.best(study)
                 if isinstance(error, KeyboardInterrupt):
                     raise KeyboardInterrupt(
                         f"interrupted; resume with `tune --resume {self.path}`."
                     ) from error
                 raise
-            return self.write_results(study)
+            return self.best(study)
 
     def load(self) -> optuna.Study:
         """Return Optuna's study; if it is new, its first trials are those that it starts from."""
@@ -341,52 +331,56 @@ class Study:
         report(f"valid {self.metric} {value:.4f}, {time.perf_counter() - began:.1f} s")
         return value
 
-    def config_of(self, values: Mapping[str, Any]) -> Config:
+    def config_of(self, values: dict[str, Any]) -> Config:
         """Return the config of a trial with these values, by dotted key."""
         return with_values(self.config, values).settled(self.store.size)
 
-    def write_results(self, study: optuna.Study) -> dict[str, Any]:
-        """Write trials.json and best.yaml; return the content of trials.json."""
-        ended = _ended(study)
-        results: dict[str, Any] = {
-            "metric": self.metric,
-            "halving": "epochs" if self.halves else "none",
-            "best": None,
-            "trials": [_described(trial) for trial in ended],
-        }
-        if any(trial.state is TrialState.COMPLETE for trial in ended):
-            best = results["best"] = _described(study.best_trial)
-            # With a value for each key, size has no effect, and train would refuse it.
-            config = self.config_of(best["values"]).to_dict() | {"size": "base"}
-            if os.path.exists(config["data"]["path"]):  # valid in any folder
-                config["data"]["path"] = os.path.abspath(config["data"]["path"])
-            head = (
-                f"# Trial {best['number']} of {self.path.name}: valid {self.metric} "
-                f"{best['value']:.4f}.\n# kge-torchrec train {self.path / 'best.yaml'}\n"
+    def best(self, study: optuna.Study) -> dict[str, Any]:
+        """Write best.yaml; return what ``tune`` returns.
+
+        Raises:
+            ConfigError: No trial was completed.
+        """
+        trials = ended(study)
+        if not any(trial.state is TrialState.COMPLETE for trial in trials):
+            failures = [error for t in trials if (error := t.user_attrs.get("error"))]
+            raise ConfigError(
+                f"none of the first {len(trials)} trials was completed; error of the last one: "
+                f"{failures[-1] if failures else 'its process ended'}"
             )
-            content = head + yaml.safe_dump(config, sort_keys=False)
-            files.write_text(self.path / "best.yaml", content)
-        files.write_json(self.path / "trials.json", results)
-        return results
+        best = study.best_trial
+        values = best.user_attrs["values"]
+        # With a value for each key, size has no effect, and train would refuse it.
+        config = self.config_of(values).to_dict() | {"size": "base"}
+        if os.path.exists(config["data"]["path"]):  # valid in any folder
+            config["data"]["path"] = os.path.abspath(config["data"]["path"])
+        head = (
+            f"# Trial {best.number} of {self.path.name}: valid {self.metric} "
+            f"{best.value:.4f}.\n# kge-torchrec train {self.path / 'best.yaml'}\n"
+        )
+        content = head + yaml.safe_dump(config, sort_keys=False)
+        files.write_text(self.path / "best.yaml", content)
+        return {
+            "number": best.number,
+            "value": best.value,
+            "values": values,
+            "metric": self.metric,
+            "trials": len(trials),
+        }
 
 
 def _storage(url: str) -> RDBStorage:
     """Open a storage, and create its tables if it is new; one process does so at a time."""
     waits = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
-    with _storage_errors(url):
-        return RDBStorage(
-            url,
-            engine_kwargs=waits,
-            heartbeat_interval=HEARTBEAT,
-            grace_period=GRACE,
-            heartbeat_stale_trial_callback=_again,
-        )
-
-
-@contextmanager
-def _storage_errors(url: str) -> Iterator[None]:
     try:
-        yield
+        with _quiet():
+            return RDBStorage(
+                url,
+                engine_kwargs=waits,
+                heartbeat_interval=HEARTBEAT,
+                grace_period=GRACE,
+                heartbeat_stale_trial_callback=_again,
+            )
     except SQLAlchemyError as error:
         raise ConfigError(f"storage: {url} cannot be opened: {first_line(error)}") from None
     except ImportError as error:
@@ -396,28 +390,8 @@ def _storage_errors(url: str) -> Iterator[None]:
         ) from None
 
 
-def _ended(study: optuna.Study) -> list[FrozenTrial]:
+def ended(study: optuna.Study) -> list[FrozenTrial]:
     """Return the ended trials in order, without those that a later trial repeats."""
     trials = study.get_trials(deepcopy=False)
     repeated = {number for t in trials for number in t.system_attrs.get("retry_history", [])}
     return [t for t in trials if t.state.is_finished() and t.number not in repeated]
-
-
-def _described(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the entry of an ended trial in trials.json."""
-    values, attributes = list(trial.intermediate_values.values()), trial.user_attrs
-    described = {
-        "number": trial.number,
-        "state": trial.state.name.lower(),
-        "value": trial.value if trial.state is TrialState.COMPLETE else None,
-        "last": values[-1] if values else None,
-        "reached": trial.last_step,
-        "seconds": trial.duration.total_seconds() if trial.duration else None,
-        "values": attributes.get("values", {}),
-        "from": attributes.get("from"),
-    }
-    if trial.state is TrialState.FAIL:
-        described["error"] = attributes.get("error", "the process ended twice")
-    if again := trial.system_attrs.get("retry_history"):
-        described["again"] = again[-1]
-    return described

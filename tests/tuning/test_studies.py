@@ -29,7 +29,7 @@ from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import study as study_of
 from kge_torchrec.tuning.space import default_search
-from kge_torchrec.tuning.study import Study, _ended, make_study
+from kge_torchrec.tuning.study import Study, ended, make_study
 from kge_torchrec.tuning.trials import PORTFOLIO, with_values
 
 SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
@@ -44,8 +44,17 @@ def study(tmp_path_factory) -> tuple[Path, dict]:
     """Six trials with halving on epochs, test being out of sight."""
     folder = tmp_path_factory.mktemp("tune") / "study"
     config = config_of("countries", **SMALL)
-    results = kge_torchrec.tune(config, trials=6, study=folder, space=SPACE)
-    return folder, results
+    best = kge_torchrec.tune(config, trials=6, study=folder, space=SPACE)
+    return folder, best
+
+
+def trials_of(study: Study | Path) -> list[optuna.trial.FrozenTrial]:
+    """The trials that ended, without those that a later one repeats."""
+    return ended((study if isinstance(study, Study) else Study(study)).load())
+
+
+def values_of_trials(study: Study | Path) -> list[dict]:
+    return [trial.user_attrs["values"] for trial in trials_of(study)]
 
 
 def some_study(folder: Path, trials: int = 9, space: dict | None = SPACE, **changes) -> Study:
@@ -73,32 +82,30 @@ def without_training(patch, trained=0.5) -> list[Config]:
 
 def test_study_writes_trials_and_best_config(study):
     """Trials are ranked by valid, and keep no checkpoints."""
-    folder, results = study
-    trials = results["trials"]
-    assert [trial["number"] for trial in trials] == list(range(6))
-    assert {trial["state"] for trial in trials} <= {"complete", "pruned"}
-    assert trials[0]["values"] == {"train.lr": 0.05, "model.init_scale": 0.5}  # the config's own
-    done = [trial["value"] for trial in trials if trial["state"] == "complete"]
-    assert results["best"]["value"] == max(done)
-    assert json.loads((folder / "trials.json").read_text()) == results
-    best = load_config(folder / "best.yaml")
-    assert best.train.lr == results["best"]["values"]["train.lr"] and best.data.path == "countries"
+    folder, best = study
+    trials = trials_of(folder)
+    assert [trial.number for trial in trials] == list(range(6)) and best["trials"] == 6
+    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    assert trials[0].user_attrs["values"] == {"train.lr": 0.05, "model.init_scale": 0.5}  # its own
+    assert best["value"] == max(t.value for t in trials if t.state is TrialState.COMPLETE)
+    written = load_config(folder / "best.yaml")
+    assert written.train.lr == best["values"]["train.lr"] and written.data.path == "countries"
     runs = sorted(folder.glob("trials/0*"))
     assert len(runs) == 6
     for run in runs:
-        ended = run / "results.json"
-        assert not ended.exists() or json.loads(ended.read_text())["test"] is None
+        results = run / "results.json"
+        assert not results.exists() or json.loads(results.read_text())["test"] is None
         assert '"kind": "valid"' in (run / "metrics.jsonl").read_text()
         assert not list(run.glob("checkpoints/*"))
 
 
 def test_best_config_reproduces_the_best_value(study, tmp_path):
-    folder, results = study
+    folder, best = study
     run = api.train(load_config(folder / "best.yaml", {"run.dir": str(tmp_path / "run")}))
-    assert run.results["valid"]["best"] == results["best"]["value"] and run.results["test"]
+    assert run.results["valid"]["best"] == best["value"] and run.results["test"]
     small = Study(folder)
     small.config = replace(small.config, size="small")
-    small.write_results(small.load())
+    small.best(small.load())
     config = load_config(folder / "best.yaml")
     check_start(config, facts_of(config))  # train takes it
 
@@ -109,7 +116,7 @@ def test_poor_trials_are_pruned(study):
     opened = Study(folder)
     rungs, values_at = [1, 3], {1: [], 3: []}
     assert opened.first_rung == 1
-    for trial in _ended(opened.load()):
+    for trial in trials_of(opened):
         for rung in rungs:
             value = trial.intermediate_values.get(rung)
             if value is None:
@@ -124,32 +131,33 @@ def test_poor_trials_are_pruned(study):
 
 
 def test_study_can_be_extended_with_more_trials(study, capsys):
-    folder, results = study
+    folder, _ = study
+    before = [(trial.state, trial.params, trial.value) for trial in trials_of(folder)]
     assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
     text = capsys.readouterr().out
     assert "best of 7 trials" in text and "best.yaml" in text
     assert text.endswith(f"optuna-dashboard sqlite:///{folder}/optuna.db\n")
-    again = json.loads((folder / "trials.json").read_text())["trials"]
-    assert again[:6] == results["trials"] and len(again) == 7
+    after = [(trial.state, trial.params, trial.value) for trial in trials_of(folder)]
+    assert after[:6] == before and len(after) == 7
 
 
 def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     space = {"negatives.regime": ["sampled", "allvsall"], "train.lr": [0.05, 0.1]}
     config = config_of("countries", **{**SMALL, "train.epochs": 1}, loss__name="softmax")
-    results = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
-    failed = {t["values"]["negatives.regime"]: t["error"]
-              for t in results["trials"] if t["state"] == "fail"}  # fmt: skip
-    assert [*failed] == ["allvsall"] and "softmax has nothing to learn" in failed["allvsall"]
-    assert len(results["trials"]) == 6 and results["best"]["value"] > 0
+    best = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
+    failed = [t.user_attrs for t in trials_of(tmp_path) if t.state is TrialState.FAIL]
+    assert {x["values"]["negatives.regime"] for x in failed} == {"allvsall"}
+    assert "softmax has nothing to learn" in failed[0]["error"]
+    assert best["trials"] == 6 and best["value"] > 0
     assert "softmax has nothing to learn" in capsys.readouterr().err
 
 
 def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     space = {"train.optimizer_options.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
-    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*no option of Adagrad"):
+    with pytest.raises(ConfigError, match=r"none of the first 5 trials .*no option of Adagrad"):
         kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)
-    assert json.loads((tmp_path / "trials.json").read_text())["best"] is None
+    assert not (tmp_path / "best.yaml").exists()
 
 
 # Which values are tried
@@ -159,25 +167,26 @@ def test_study_stops_if_the_first_trials_all_fail(tmp_path):
 def test_best_trial_is_largest_except_for_mean_rank(tmp_path, monkeypatch, metric, best):
     study = some_study(tmp_path, evaluation__metric=metric, evaluation__every=3)
     without_training(monkeypatch, lambda count: (0.375, 0.5, 0.25)[count - 1])
-    assert study.run(3)["best"]["value"] == best
+    assert study.run(3)["value"] == best
 
 
 def test_seed_decides_the_values_of_a_trial(tmp_path, monkeypatch):
     """Two studies of one seed draw the same, and each trial of a study draws for itself."""
     without_training(monkeypatch)
-    one, two = (
-        [trial["values"] for trial in some_study(tmp_path / name).run(8)["trials"]]
-        for name in ("one", "two")
-    )
+    studies = [some_study(tmp_path / name) for name in ("one", "two")]
+    for study in studies:
+        study.run(8)
+    one, two = map(values_of_trials, studies)
     assert one == two and len({str(values) for values in one}) == 8
 
 
 def test_search_space_may_hold_the_seed(tmp_path, monkeypatch):
     """The trial trains with it, and the best config has it."""
     configs = without_training(monkeypatch, lambda count: count / 10)
-    results = some_study(tmp_path, 6, {"seed": [0, 1, 2]}).run()
+    study = some_study(tmp_path, 6, {"seed": [0, 1, 2]})
+    study.run()
     seeds = [config.seed for config in configs]
-    assert [trial["values"]["seed"] for trial in results["trials"]] == seeds
+    assert [values["seed"] for values in values_of_trials(study)] == seeds
     assert set(seeds) <= {0, 1, 2} and len(set(seeds)) > 1
     assert load_config(tmp_path / "best.yaml").seed == seeds[-1]
 
@@ -199,8 +208,9 @@ def test_open_config_starts_with_the_settings_of_the_race(
     study = made(tmp_path, open_config(store))
     assert "first trials: the settings of the race, softmax_n3, rote" in capsys.readouterr().err
     configs = without_training(monkeypatch)
-    trials = study.run(12)["trials"]
-    assert [trial["from"] for trial in trials] == [*PORTFOLIO, *[None] * 8]
+    study.run(12)
+    trials = [trial.user_attrs for trial in trials_of(study)]
+    assert [trial.get("from") for trial in trials] == [*PORTFOLIO, *[None] * 8]
     for name, config in zip(PORTFOLIO, configs, strict=False):
         raced = with_values(open_config(store), values_of(name)).settled(study.store.size)
         for section in ("model", "loss", "negatives", "train"):
@@ -220,7 +230,8 @@ def test_a_config_that_says_how_to_train_is_the_first_trial(tmp_path, store, sho
         ("space", {}, {"train.lr": SPACE["train.lr"]}, 0.1),
     ):
         study = made(tmp_path / name, open_config(store, **changes), space)
-        (first,) = study.run(1)["trials"]
+        study.run(1)
+        (first,) = (trial.user_attrs for trial in trials_of(study))
         assert first["from"] == "the config" and first["values"]["train.lr"] == rate
 
 
@@ -231,11 +242,12 @@ def test_many_entities_leave_full_scoring_out(store):
 
 
 def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
-    results = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
-    assert [trial["from"] for trial in results["trials"][:4]] == list(PORTFOLIO)
-    assert {trial["state"] for trial in results["trials"][:4]} == {"complete"}
+    found = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
+    first = trials_of(tmp_path / "study")[:4]
+    assert [trial.user_attrs["from"] for trial in first] == list(PORTFOLIO)
+    assert {trial.state for trial in first} == {TrialState.COMPLETE}
     best = load_config(tmp_path / "study" / "best.yaml", {"run.dir": str(tmp_path / "run")})
-    assert api.train(best).results["valid"]["best"] == results["best"]["value"]
+    assert api.train(best).results["valid"]["best"] == found["value"]
 
 
 # How a study ends early
@@ -255,12 +267,12 @@ def test_trial_that_is_stopped_runs_again_once(tmp_path, monkeypatch, ends):
             with pytest.raises(ends, match=r"stopped|interrupted"):
                 study.run(3)
         without_training(monkeypatch)
-        trials = study.run(3)["trials"]
-        last = {"twice": [(1, "fail"), (2, "complete"), (3, "complete")],
-                "once": [(1, "complete"), (2, "complete"), (3, "complete")]}[name]  # fmt: skip
-        assert [(trial["number"], trial["state"]) for trial in trials] == last
-        assert trials[0]["again"] == 0
-        assert trials[0].get("error") == ("the process ended twice" if stops == 2 else None)
+        study.run(3)
+        trials = trials_of(study)
+        assert [trial.number for trial in trials] == [1, 2, 3]
+        assert trials[0].system_attrs["retry_history"] == [0]
+        states = [trial.state is TrialState.COMPLETE for trial in trials]
+        assert states == [stops == 1, True, True]
 
 
 def test_report_that_fails_does_not_hide_the_first_error(tmp_path, monkeypatch):
@@ -273,7 +285,7 @@ def test_report_that_fails_does_not_hide_the_first_error(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     without_training(monkeypatch, failing)
-    monkeypatch.setattr(study, "write_results", unwritable)
+    monkeypatch.setattr(study, "best", unwritable)
     with pytest.raises(TrainingStopped, match="the first error"):
         study.run(2)
 
@@ -296,9 +308,9 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
         assert main(["tune", "--resume", str(folder)]) == 130
     said = capsys.readouterr().err
     assert said == f"kge-torchrec: interrupted; resume with `tune --resume {folder}`.\n"
-    again = kge_torchrec.tune(config_of("countries", **SMALL), 1, folder, SPACE)
-    assert [trial["state"] for trial in again["trials"]] == ["complete"]
-    assert again["trials"][0]["again"] == 0
+    kge_torchrec.tune(config_of("countries", **SMALL), 1, folder, SPACE)
+    (again,) = trials_of(folder)
+    assert again.state is TrialState.COMPLETE and again.system_attrs["retry_history"] == [0]
 
 
 # Configs of runs, and refusals
@@ -395,9 +407,9 @@ def killed_in_trial(number: int, folder: Path) -> None:
     started.wait()
 
 
-def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+def completed(folder: Path) -> list[optuna.trial.FrozenTrial]:
     """The trials that ended; all are complete, and none was drawn twice."""
-    trials = _ended(Study(folder).load())
+    trials = trials_of(folder)
     assert {trial.state for trial in trials} == {TrialState.COMPLETE}
     assert len({str(trial.params) for trial in trials}) == len(trials)
     return trials
@@ -416,15 +428,13 @@ def test_killed_study_gives_every_trial_once(tmp_path, processes):
     killed_in_trial(1, folder)
     started = [command(folder) for _ in range(processes)]
     assert [process.wait() for process in started] == [0] * processes
-    trials = trials_of(folder)
+    trials = completed(folder)
     assert 8 <= len(trials) < 8 + processes and (processes == 1 or ran_at_once(trials))
     (again,) = (trial for trial in trials if "retry_history" in trial.system_attrs)
     (number,) = again.system_attrs["retry_history"]
     assert number in (1, 2) and number < again.number
     lost = Study(folder).load().trials[number]
     assert lost.state is TrialState.FAIL and lost.params == again.params
-    written = json.loads((folder / "trials.json").read_text())["trials"]
-    assert {trial["number"] for trial in written} == {trial.number for trial in trials}
 
 
 @contextmanager
@@ -446,9 +456,9 @@ def test_two_processes_share_a_study_on_postgresql(tmp_path):
         folder.parent.mkdir()
         started = [command(folder, "--storage", url, trials=6) for _ in range(2)]
         assert [process.wait() for process in started] == [0, 0]
-        trials = trials_of(folder)
+        trials = completed(folder)
         assert len(trials) in (6, 7) and ran_at_once(trials)
         assert not (folder / "optuna.db").exists()
         config = config_of("countries", **{**SMALL, "train.epochs": 1})
         other = make_study(config, 1, tmp_path / "two" / "study", SPACE, "none", url)
-        assert len(other.run()["trials"]) == 1 and len(trials_of(folder)) == len(trials)
+        assert other.run()["trials"] == 1 and len(completed(folder)) == len(trials)
