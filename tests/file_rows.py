@@ -1,4 +1,4 @@
-"""The rows of one source as `prepare` reads them, and what is said of it."""
+"""The rows of one source as `prepare` reads them, and what is said of it; triples of a store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.reading import Source, open_sources
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
 
@@ -28,3 +29,9 @@ def fault_of(path: Path | str, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
         rows_of(path, **options)
     return str(caught.value)
+
+
+def labelled(store: TripleStore, split: str = "train") -> list[tuple[str, str, str]]:
+    """Return the triples of a split as labels, in their order."""
+    entities, relations = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    return [(entities[h], relations[r], entities[t]) for h, r, t in store.split(split).tolist()]

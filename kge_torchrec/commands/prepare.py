@@ -64,8 +64,6 @@ def data(
     /,
     *,
     settings: Settings = (),
-    output: Annotated[str | None, "DIR"] = None,
-    threshold: Annotated[float, "SHARE"] = 0.8,
     seed: int = 0,
     threads: Threads = None,
     format: Table = "table",
@@ -77,8 +75,6 @@ def data(
     Args:
         check: what to do
         data: a store, or a source of triples like in prepare
-        output: folder for data-check.json
-        threshold: share of common triples from which two relations count as inverses or duplicates
         seed: seed of the split
         threads: number of CPU threads that read (default: all cores, at most 4 for a file)
     """
@@ -86,8 +82,8 @@ def data(
     from kge_torchrec.reports.data_check import check_data, text
 
     source = data[0] if len(data) == 1 else data
-    stats = check_data(source, output, threshold, data_config(settings), seed=seed)
-    print(json.dumps(stats) if format == "json" else text(stats))
+    results = check_data(source, data_config(settings), seed=seed)
+    print(json.dumps(results) if format == "json" else text(results))
     return 0
 
 

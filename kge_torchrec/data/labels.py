@@ -5,12 +5,14 @@ Shapes: N labels.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import DTypeLike
 
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.errors import DataError
@@ -54,12 +56,6 @@ def first_fault(labels: pa.Array) -> str | None:
     return next(filter(None, (fault_of(label.as_py() or "") for label in labels)))
 
 
-def check_labels(labels: pa.Array, kind: str) -> None:
-    """Raise DataError for a text that cannot be a label of a kind, such as "an entity"."""
-    if fault := first_fault(labels):
-        raise DataError(f"the label of {kind} {fault}")
-
-
 def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()
@@ -82,47 +78,43 @@ def hash_of(label: str) -> int:
     return (code ^ code >> 32) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
-class LabelFiles:
-    """Labels that are appended to two files, and read as one mapped array.
+class AppendedLabels:
+    """Labels that are appended to two open files, and read as one mapped array."""
 
-    Args:
-        path: The files' path without suffix.
-    """
-
-    def __init__(self, path: Path):
-        self._paths = path.with_suffix(".starts"), path.with_suffix(".text")
-        self._files = [path.open("wb") for path in self._paths]
-        self._end = 0
-        self._files[0].write(np.zeros(1, np.int64).data)
+    def __init__(self, starts: IO[bytes], text: IO[bytes]):
+        self._starts, self._text, self._end = starts, text, 0
+        starts.write(np.zeros(1, np.int64).data)
 
     def add(self, labels: pa.Array) -> None:
         """Append labels (N,)."""
         starts, text = text_of(labels)
-        self._files[0].write((starts[1:] + self._end).data)
-        self._files[1].write(text.data)
+        self._starts.write((starts[1:] + self._end).data)
+        self._text.write(text.data)
         self._end += int(starts[-1])
 
     def read(self) -> pa.Array:
-        """Close the files and return all labels."""
-        for file in self._files:
-            file.close()
-        text = np.memmap(self._paths[1], np.uint8, "r") if self._end else np.empty(0, np.uint8)
-        return labels_from(np.memmap(self._paths[0], np.int64, "r"), text)
+        """Return all labels; the files may be closed then."""
+        return labels_from(mapped(self._starts, np.int64), mapped(self._text, np.uint8))
 
 
-def taken(labels: pa.Array, order: np.ndarray, path: Path) -> pa.Array:
-    """Return the labels at some places (N,) as a mapped array, whose files have a path."""
-    files = LabelFiles(path)
-    for start in range(0, len(order), CHUNK):
-        files.add(labels.take(pa.array(order[start : start + CHUNK])))
-    return files.read()
+def mapped(file: IO[bytes], dtype: DTypeLike) -> np.ndarray:
+    """Return what was written to a file, as a mapped array; an empty file cannot be mapped."""
+    file.flush()
+    return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
+
+
+def taken(labels: pa.Array, order: np.ndarray, folder: Path) -> pa.Array:
+    """Return the labels at some places (N,) as a mapped array, with files in a folder."""
+    with TemporaryFile(dir=folder) as starts, TemporaryFile(dir=folder) as text:
+        own = AppendedLabels(starts, text)
+        for start in range(0, len(order), CHUNK):
+            own.add(labels.take(pa.array(order[start : start + CHUNK])))
+        return own.read()
 
 
 # Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return
 # inside a label are escaped, so that a line is always a label.
 ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
-_PLAIN = {written: plain for plain, written in ESCAPES.items()}
-_NEWLINE = 10
 
 
 def read_label_file(file: Path, count: int) -> pa.Array:
@@ -136,29 +128,18 @@ def read_label_file(file: Path, count: int) -> pa.Array:
     Raises:
         DataError: The file is not such a text, or has another number of lines.
     """
-    data = np.fromfile(file, np.uint8)
-    if data.size and data[-1] != _NEWLINE:
-        data = np.append(data, np.uint8(_NEWLINE))
-    ends = np.flatnonzero(data == _NEWLINE) + 1
-    if len(ends) != count or data.size != (ends[-1] if count else 0):
-        raise DataError(
-            f"{file} should hold {count:,} lines, one label each, and has {len(ends):,}"
-        )
-    offsets = np.concatenate([[0], ends])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    lines = pa.Array.from_buffers(pa.large_string(), count, buffers)
     try:
-        lines.validate(full=True)
+        text = pa.array([file.read_bytes()], pa.large_binary()).cast(pa.large_string())
     except pa.ArrowInvalid as error:
         raise DataError(f"{file} is not valid UTF-8 ({error}); save it as UTF-8") from error
-    return _unescaped(pc.replace_substring_regex(lines, r"\r?\n", ""))
-
-
-def _unescaped(labels: pa.Array) -> pa.Array:
-    """Return labels without escapes."""
-    escaped = pc.match_substring(labels, "\\")
-    plain = [
-        re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
-        for label in labels.filter(escaped).to_pylist()
-    ]
-    return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
+    labels = pc.split_pattern_regex(text, "\r?\n").flatten()
+    if labels[-1].as_py() == "":
+        labels = labels[:-1]
+    if len(labels) != count:
+        raise DataError(
+            f"{file} should hold {count:,} lines, one label each, and has {len(labels):,}"
+        )
+    # No label has a NUL byte.
+    for written, plain in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\0", "\\")):
+        labels = pc.replace_substring(labels, written, plain)
+    return labels

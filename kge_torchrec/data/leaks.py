@@ -9,8 +9,6 @@ to answer it.
 Triples are joined by their unordered pair of entities.  Relation r has the code 2r in the direction
 of the pair, otherwise 2r + 1.  A loop (an entity linked to itself) has one direction, so it only
 counts for duplicates.
-
-Shapes: T triples, R relations, M pairs of rows.
 """
 
 from __future__ import annotations
@@ -25,60 +23,50 @@ from kge_torchrec.data.sort import id_counts
 from kge_torchrec.data.store import TripleStore
 
 THRESHOLD = 0.8
-KINDS = ("duplicates", "inverses", "symmetric")
 
 
-def find_leaks(
-    store: TripleStore, threshold: float = THRESHOLD
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, int]]]:
-    """Return the overlaps of relations in train, and the number of leaks of valid and test.
+def find_leaks(store: TripleStore) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return the overlaps of relations in train, largest first, and how many triples leak by split.
 
-    An overlap is of relations ``first`` and ``second`` that have at least ``threshold`` of each
-    other's pairs; ``common`` is the number of triples of the first whose pair the second has.  The
-    lists of each kind are ordered by it.  Loops don't count for symmetry.
-
-    Splits without triples are left out.  The kinds of leaks are "redundant" (a duplicate or inverse
-    of the triple's relation, or itself if it is symmetric, links its entities in train), "linked"
-    and "linked_reversed" (any relation does, in its direction or in the other one; Toutanova and
-    Chen 2015 took both out of FB15k for valid and test).
+    An overlap has a ``kind`` (duplicates, inverses, symmetric), the relations ``first`` and
+    ``second``, their number of ``common`` triples, and the share of the triples of each, which is
+    at least ``THRESHOLD``.  Splits without triples are left out.
     """
-    num_relations, train = store.num_relations, store.train
-    sizes = id_counts(train[:, RELATION], num_relations)
-    is_loop = train[:, HEAD] == train[:, TAIL]
-    loops = np.bincount(train[is_loop, RELATION], minlength=num_relations)
+    count, train = store.num_relations, store.train
+
+    def overlaps_of(codes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Return a number for two relations, and whether one has the reversed pairs."""
+        relations = np.sort([codes // 2, others // 2], 0)
+        return (relations[0] * count + relations[1]) * 2 + ((codes ^ others) & 1)
+
     table = _by_pair(train)
     both = table.join(table.rename_columns(["pair", "other"]), "pair", join_type="inner")
     counts = both.group_by(["code", "other"]).aggregate([([], "count_all")])
-    code, other, count = (counts[name].to_numpy() for name in ("code", "other", "count_all"))
-    once = code < other
-    low, high = np.sort([code[once] // 2, other[once] // 2], 0).astype(np.int64)
-    turned = (code[once] ^ other[once]) & 1
-    # Both ways of reading a pair say the same of two relations: (2r, 2s) and (2r + 1, 2s + 1).
-    pairs, slot = np.unique((low * num_relations + high) * 2 + turned, return_inverse=True)
-    common = np.bincount(slot, count[once], minlength=len(pairs)).astype(np.int64)
-    first, second = np.divmod(pairs // 2, num_relations)
-    same = first == second
-    common = np.where(same, 2 * common, common)  # of a symmetric pair both triples
-    of = [np.where(same, sizes[r] - loops[r], sizes[r]) for r in (first, second)]
-    shares = common / of[0], common / of[1]
-    kept = np.flatnonzero(np.minimum(*shares) >= threshold)
-    overlaps: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    known = []  # two codes of which the second tells the first
-    for i in kept[np.argsort(-common[kept], kind="stable")].tolist():
-        kind = "symmetric" if same[i] else "inverses" if pairs[i] % 2 else "duplicates"
-        own = int(first[i]), int(second[i])
-        overlaps[kind].append(
-            {
-                "first": store.relations[own[0]],
-                "second": store.relations[own[1]],
-                "common": int(common[i]),
-                "share_of_first": float(shares[0][i]),
-                "share_of_second": float(shares[1][i]),
-            }
-        )
-        for one, two in (own, own[::-1]):
-            for turn in (0, 1):
-                known.append((2 * one + turn) << 32 | 2 * two + (turn ^ (kind != "duplicates")))
+    codes, others, times = (counts[name].to_numpy() for name in ("code", "other", "count_all"))
+    once = codes // 2 <= others // 2
+    numbers, slot = np.unique(overlaps_of(codes[once], others[once]), return_inverse=True)
+    common = np.bincount(slot, times[once], minlength=len(numbers)).astype(np.int64)
+    (first, second), is_turned = np.divmod(numbers // 2, count), numbers % 2 == 1
+    is_loop = train[:, HEAD] == train[:, TAIL]
+    sizes = id_counts(train[:, RELATION], count)
+    straight = sizes - np.bincount(train[is_loop, RELATION], minlength=count)
+    is_same = first == second
+    totals = np.where(is_same, straight[first], [sizes[first], sizes[second]])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = common / totals
+    kept = np.flatnonzero((shares.min(0) >= THRESHOLD) & (is_turned | ~is_same))
+    labels = store.relations
+    overlaps = [
+        {
+            "kind": "symmetric" if is_same[i] else "inverses" if is_turned[i] else "duplicates",
+            "first": labels[int(first[i])],
+            "second": labels[int(second[i])],
+            "common": int(common[i]),
+            "share of first": float(shares[0, i]),
+            "share of second": float(shares[1, i]),
+        }
+        for i in kept[np.argsort(-common[kept], kind="stable")].tolist()
+    ]
     leaks = {}
     for split in SPLITS[1:]:
         triples = store.split(split)
@@ -86,11 +74,8 @@ def find_leaks(
             rows = pa.array(np.arange(len(triples)))
             held_out = _by_pair(triples).rename_columns(["pair", "own"]).append_column("row", rows)
             both = held_out.join(table, "pair", join_type="inner")
-            row, own_code, code = (both[name].to_numpy() for name in ("row", "own", "code"))
-            is_turned = (own_code ^ code) & 1 == 1
-            is_redundant = np.isin(own_code << 32 | code, np.array(known, np.int64))
-            kinds = {"redundant": is_redundant, "linked": ~is_turned, "linked_reversed": is_turned}
-            leaks[split] = {kind: len(np.unique(row[is_one])) for kind, is_one in kinds.items()}
+            found = overlaps_of(both["own"].to_numpy(), both["code"].to_numpy())
+            leaks[split] = len(np.unique(both["row"].to_numpy()[np.isin(found, numbers[kept])]))
     return overlaps, leaks
 
 

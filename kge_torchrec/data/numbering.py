@@ -19,15 +19,16 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import RELATION, TIME, WEIGHT
-from kge_torchrec.data.labels import LabelFiles, check_labels, labels_from, text_of
+from kge_torchrec.data.labels import AppendedLabels, mapped, text_of
 from kge_torchrec.data.sort import new_array
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
@@ -71,8 +72,7 @@ def number(
             triple.
 
     Raises:
-        DataError: A text cannot be a label, only some triples of a split have weights, or times
-            are of several kinds.
+        DataError: Only some triples of a split have weights, or times are of several kinds.
     """
     known_entities, relations = known
     parts: list[tuple[str, int, np.ndarray]] = []  # of each batch: split, rows, labels by bucket
@@ -82,7 +82,7 @@ def number(
         def scratch() -> IO[bytes]:
             return stack.enter_context(tempfile.TemporaryFile(dir=folder))
 
-        buckets = [(scratch(), scratch()) for _ in range(BUCKETS)]
+        buckets = [AppendedLabels(scratch(), scratch()) for _ in range(BUCKETS)]
         columns: dict[tuple[str, str], IO[bytes]] = defaultdict(scratch)
         filled = (item for item in batches if item[1].num_rows)
         for split, codes, names, entities, others_of in map_prefetched(_encoded, filled):
@@ -95,21 +95,19 @@ def number(
             parts.append((split, len(codes), entities.append_to(buckets)))
         if others is not None:
             _by_bucket(others()).append_to(buckets)
-        ids, labels = scratch(), LabelFiles(folder / "entities")
+        ids, labels = scratch(), AppendedLabels(scratch(), scratch())
         starts = _number_buckets(buckets, known_entities, ids, labels)
         order = _alphabetical(relations, len(known[1]))
-        check_labels(relations, "a relation")
-        own_ids = _mapped(ids, np.int32), starts
+        own_ids = mapped(ids, np.int32), starts
         triples = _triples(parts, columns, own_ids, inverse(order), folder)
-        rows = {split: len(array) for split, array in triples.items()}
         weights: dict[str, np.ndarray] = {}
         times: dict[str, np.ndarray] = {}
         for (split, name), own in kinds.items():
-            if sum(count for _, count in own) < rows[split]:
+            if sum(count for _, count in own) < len(triples[split]):
                 raise DataError(f"{split}: some of its triples have a {name} and others have none")
             target = weights if name == WEIGHT else times
             target[split] = _column(columns[split, name], own, folder / f"{split}-{name}.npy")
-    return Numbered(labels.read(), relations.take(pa.array(order)), triples, weights, times)
+        return Numbered(labels.read(), relations.take(pa.array(order)), triples, weights, times)
 
 
 class _ByBucket(NamedTuple):
@@ -119,15 +117,10 @@ class _ByBucket(NamedTuple):
     bounds: np.ndarray
     order: np.ndarray  # (M,) their places before
 
-    def append_to(self, buckets: list[tuple[IO[bytes], IO[bytes]]]) -> np.ndarray:
-        """Append lengths and text to the files of the buckets; return the sizes (B,)."""
-        starts, text = text_of(self.labels)
-        lengths = np.diff(starts).astype(np.int32)
-        for (size_file, text_file), low, high in zip(
-            buckets, self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True
-        ):
-            size_file.write(lengths[low:high].data)
-            text_file.write(text[starts[low] : starts[high]].data)
+    def append_to(self, buckets: list[AppendedLabels]) -> np.ndarray:
+        """Append the labels to their buckets; return the sizes (B,)."""
+        for bucket, (low, high) in zip(buckets, pairwise(self.bounds.tolist()), strict=True):
+            bucket.add(self.labels[low:high])
         return np.diff(self.bounds)
 
 
@@ -175,38 +168,26 @@ def _encoded(
 
 
 def _number_buckets(
-    buckets: list[tuple[IO[bytes], IO[bytes]]],
-    known: pa.Array,
-    ids: IO[bytes],
-    entities: LabelFiles,
+    buckets: list[AppendedLabels], known: pa.Array, ids: IO[bytes], entities: AppendedLabels
 ) -> np.ndarray:
-    """Write the id of each label of the buckets, and the distinct labels.
+    """Write the id of each label of the buckets (with repeats), and the distinct labels.
 
-    Args:
-        buckets: Lengths and text of the labels of each bucket, with repeats.
-        known: Labels that have the first ids.
-        ids: Where the ids are written, int32.
-        entities: Where the labels are written in order of id.
-
-    Returns:
-        Where the ids of each bucket start, (B,).
+    Labels that are ``known`` have the first ids.  ``ids`` takes int32, and ``entities`` the labels
+    in order of id.  Returns where the ids of each bucket start, (B,).
     """
     first, done, starts = len(known), 0, []
     entities.add(known)
     old = _by_bucket(known)
-    for bucket, (lengths, text) in enumerate(buckets):
-        own = slice(*old.bounds[bucket : bucket + 2].tolist())
-        ends = np.cumsum(_mapped(lengths, np.int32), dtype=np.int64)
-        labels = labels_from(np.concatenate([[0], ends]), _mapped(text, np.uint8))
-        distinct, codes = _encode_behind(old.labels[own], labels)
-        new = distinct[own.stop - own.start :]
-        check_labels(new, "an entity")
+    for bucket, (low, high) in zip(buckets, pairwise(old.bounds.tolist()), strict=True):
+        labels = bucket.read()
+        distinct, codes = _encode_behind(old.labels[low:high], labels)
+        new = distinct[high - low :]
         order = _by_hash(new)
         entities.add(new.take(pa.array(order)))
-        id_of = np.concatenate([old.order[own], first + inverse(order)]).astype(np.int32)
+        id_of = np.concatenate([old.order[low:high], first + inverse(order)]).astype(np.int32)
         ids.write(id_of[codes].data)
         starts.append(done)
-        first, done = first + len(new), done + len(ends)
+        first, done = first + len(new), done + len(labels)
     return np.array(starts)
 
 
@@ -219,18 +200,14 @@ def _triples(
 ) -> dict[str, np.ndarray]:
     """Write the triples of each split as ids.
 
-    Args:
-        parts: Of each batch: split, number of rows, labels in each bucket (B,).
-        columns: Files by split and name; "codes" has the triples of all batches.
-        entities: Ids of the labels of all buckets, and where each bucket starts (B,).
-        relations: The id of each code of a relation.
-        folder: For the files.
+    ``parts`` and ``columns`` are those of `number`; ``entities`` are ids of the labels of all
+    buckets, and where each bucket starts (B,); ``relations`` has the id of each code.
     """
     totals: dict[str, int] = defaultdict(int)
     for split, rows, _ in parts:
         totals[split] += rows
     triples = {s: new_array(folder / f"{s}.npy", np.int32, (n, 3)) for s, n in totals.items()}
-    codes = {split: _mapped(columns[split, "codes"], np.int32).reshape(-1, 3) for split in totals}
+    codes = {split: mapped(columns[split, "codes"], np.int32).reshape(-1, 3) for split in totals}
     done = dict.fromkeys(totals, 0)
     ids, starts = entities
     for split, rows, sizes in parts:
@@ -261,7 +238,7 @@ def _column(file: IO[bytes], parts: list[tuple[pa.DataType, int]], path: Path) -
         ) from error
     dtype = _plain(pa.array([], joined)).dtype
     column, done = new_array(path, dtype, (sum(count for _, count in parts),)), 0
-    values = _mapped(file, np.uint8)
+    values = mapped(file, np.uint8)
     for kind, count in parts:
         width = kind.bit_width // 8
         own = pa.Array.from_buffers(kind, count, [None, pa.py_buffer(values[: count * width])])
@@ -272,12 +249,6 @@ def _column(file: IO[bytes], parts: list[tuple[pa.DataType, int]], path: Path) -
 
 def _plain(values: pa.Array) -> np.ndarray:
     return np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
-
-
-def _mapped(file: IO[bytes], dtype: Any) -> np.ndarray:
-    """Return what was written to a file, as a mapped array; an empty file cannot be mapped."""
-    file.flush()
-    return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
 
 
 def inverse(order: np.ndarray) -> np.ndarray:

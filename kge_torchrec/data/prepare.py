@@ -29,7 +29,7 @@ from kge_torchrec.data.numbering import NO_LABELS, Numbered, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.lists import read_features
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.reading import Source, hidden, open_sources
+from kge_torchrec.data.reading import Source, open_sources
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats, new_array
 from kge_torchrec.data.split import Split
@@ -240,7 +240,7 @@ def _write(
         order = None if types is None else types.find(graph.entities, graph.relations)
         if order is not None:
             _renumber(graph.triples, inverse(order))
-            graph = graph._replace(entities=taken(graph.entities, order, work / "ordered"))
+            graph = graph._replace(entities=taken(graph.entities, order, work))
         # Split.
         split_of = None
         if is_whole:
@@ -277,7 +277,8 @@ def _write(
         if features is not None:
             features = features.longer(len(entities))
         # Index and report.
-        with tqdm(total=6, desc="index", unit="table", disable=hidden(progress)) as bar:
+        hide = None if progress else True
+        with tqdm(total=6, desc="index", unit="table", disable=hide) as bar:
             finish_store(folder, entities, relations, notes, table, features, most, bar.update)
     return TripleStore.open(output)
 

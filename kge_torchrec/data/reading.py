@@ -15,6 +15,7 @@ from tqdm import tqdm
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import SPLITS, TIME, WEIGHT
 from kge_torchrec.data.datasets import is_named, open_dataset
+from kge_torchrec.data.labels import fault_of
 from kge_torchrec.data.readers import make_reader, open_file
 from kge_torchrec.data.readers.columns import (
     EDGE,
@@ -73,13 +74,16 @@ class Source:
         Raises:
             DataError: Bad input, named by file and line.
         """
-        hide = hidden(self.progress)
+        hide = None if self.progress else True  # None looks for a terminal
+        order = (*SPLITS, WHOLE)
         with tqdm(desc="read", unit=" triples", unit_scale=True, disable=hide) as bar:
-            for split in (*SPLITS, WHOLE):
-                for open_table in (opened for of, opened in self._tables if of == split):
-                    for batch in self._rows(open_table()):
-                        bar.update(batch.num_rows)
-                        yield split, batch
+            for split, open_table in sorted(self._tables, key=lambda own: order.index(own[0])):
+                for batch in self._rows(open_table()):
+                    bar.update(batch.num_rows)
+                    yield split, batch
+
+    def count_literals(self, split: str, number: int) -> None:
+        self.literals[split] += number
 
     @property
     def entities(self) -> dict[str, str | None]:
@@ -107,8 +111,7 @@ class Source:
                 )
             yield batch
         if table.skipped is not None and table.skipped.count:
-            said = f"{table.skipped.count:,} bad lines were left out: {table.skipped.first}"
-            self.notes.append((table.source, said))
+            self.notes.append((table.source, str(table.skipped)))
 
     def _notice(self, table: Table) -> None:
         """Remember the types of ends and the names of their columns, which lists may have too."""
@@ -154,53 +157,43 @@ def open_sources(
                 raise DataError(
                     f"{sources} says what columns are: leave out data.columns and data.relation"
                 )
-            files = [
-                (split, path, _as_wanted(own, data, times))
-                for split, path, own in read_description(sources)
-            ]
+            described = read_description(sources)
+            files = [(split, path, _wanted(own, data, times)) for split, path, own in described]
             source.ends = _ends([own for _, _, own in files])
         else:
             found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
             files = [(split, path, columns) for split, paths in found.items() for path in paths]
             folder = files[0][1].parent
         for split, path, own in files:
-            count = partial(_count, source.literals, split) if data.literals == "drop" else None
+            count = None if data.literals == "keep" else partial(source.count_literals, split)
             source.add(split, str(path), partial(open_file, path, own, data, reader, count))
     source.labels = find_labels(data, folder, source.notes)
     return source
-
-
-def hidden(progress: bool) -> bool | None:
-    """Return tqdm's ``disable``; None looks for a terminal."""
-    return None if progress else True
-
-
-def _count(literals: Counter[str], split: str, number: int) -> None:
-    literals[split] += number
 
 
 def columns_of(data: DataConfig, times: bool) -> Columns:
     """Return the columns of triples by the keys of ``data``."""
     places = {} if data.columns is None else parse_columns(data.columns)
     kinds = places.pop(WEIGHT) if isinstance(places.get(WEIGHT), Mapping) else None
-    if kinds is not None and data.relation is not None:
+    if data.relation is not None and (kinds is not None or "relation" in places):
         raise DataError(
-            f"data.columns.weight {kinds}: weights of kinds need a column of relations; "
-            "leave out data.relation"
+            "data.relation is the relation of all triples: data.columns has a column of relations, "
+            "or weights of kinds, which need one; set one of them"
         )
-    if "relation" in places and data.relation is not None:
-        raise DataError("data.relation: data.columns names a column of relations; set one of them")
+    if data.relation is not None and (fault := fault_of(data.relation)):
+        raise DataError(f"data.relation {fault}")
     kinds = None if kinds is None else parse_kinds(kinds, "data.columns.weight")
     constants = {} if data.relation is None else {"relation": data.relation}
-    return _as_wanted(Columns(places=places, kinds=kinds, constants=constants), data, times)
+    return _wanted(Columns(places=places, kinds=kinds, constants=constants), data, times)
 
 
-def _as_wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:
+def _wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:
     """Return the same columns, with those of times and weights that are read, and a filter."""
+    last = {WEIGHT: data.weights == "loss", TIME: times}
     return replace(
         columns,
         places={role: at for role, at in columns.places.items() if role != TIME or times},
-        last=(*([WEIGHT] if data.weights == "loss" else []), *([TIME] if times else [])),
+        last=tuple(role for role, is_read in last.items() if is_read),
         optional=(WEIGHT, *TYPES, *([TIME] if times else [])),
         where=columns.where or (Where(data.where) if data.where else None),
     )

@@ -157,14 +157,18 @@ def leak_notes(store: TripleStore) -> list[str]:
             f"with more than {LARGEST:,} training triples nobody has looked for valid and test "
             "triples that follow from train; `kge-torchrec data check` does"
         ]
-    shares = []
-    for split, leaks in find_leaks(store)[1].items():
-        count, total = leaks["redundant"], len(store.split(split))
-        if count:
-            shares.append(f"{count:,} of {total:,} {split} triples ({count / total:.1%})")
-    if not shares:
-        return []
-    return [
-        f"{' and '.join(shares)} follow from train by a relation that is symmetric, or an inverse "
-        "or duplicate of another; `kge-torchrec data check` names these relations"
+    leaks = {split: count for split, count in find_leaks(store)[1].items() if count}
+    said = leaking(leaks, store.report["triples"])
+    return [f"{said}; `kge-torchrec data check` names these relations"] if leaks else []
+
+
+def leaking(leaks: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+    """Return a sentence on the number of triples of each split that leak, of all its triples."""
+    shares = [
+        f"{count:,} of {sizes[split]:,} {split} triples ({count / sizes[split]:.1%})"
+        for split, count in leaks.items()
     ]
+    return (
+        f"{' and '.join(shares)} follow from train by a relation that is symmetric, or an inverse "
+        "or duplicate of another"
+    )

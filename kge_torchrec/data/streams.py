@@ -56,22 +56,6 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise unreadable(path, error) from error
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield ``lines`` as text.
-
-    Raises:
-        DataError: A line is not UTF-8.
-    """
-    for number, line in lines(path):
-        try:
-            yield number, line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
-                f"{error.start + 1} of the line); convert the file to UTF-8"
-            ) from error
-
-
 def unreadable(path: Path, error: OSError) -> DataError:
     """Return the error for a file that cannot be opened, or has other bytes than its name says."""
     if error.errno is not None and error.filename is not None:

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
+from file_rows import labelled
 
 from kge_torchrec.cli import main
 from kge_torchrec.data import datasets
@@ -24,11 +25,6 @@ def put(monkeypatch, name: str, **members) -> None:
         monkeypatch.setitem(sys.modules, ".".join(parts[:stop]), ModuleType(parts[stop - 1]))
     for member, value in members.items():
         setattr(sys.modules[name], member, value)
-
-
-def labelled(store, split) -> list[tuple[str, str, str]]:
-    entity, relation = store.entities.array.to_pylist(), store.relations.array.to_pylist()
-    return [(entity[h], relation[r], entity[t]) for h, r, t in store.split(split).tolist()]
 
 
 def test_countries_are_disjoint_splits_of_a_graph():

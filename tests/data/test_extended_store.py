@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from file_rows import labelled
 
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
@@ -18,12 +19,6 @@ def base(tmp_path) -> TripleStore:
     return prepare(OLD, tmp_path / "old")
 
 
-def triples(store: TripleStore, split: str) -> list[tuple[str, str, str]]:
-    heads, relations, tails = store.split(split).T
-    ends = store.entities.labels
-    return list(zip(ends(heads), store.relations.labels(relations), ends(tails), strict=True))
-
-
 def test_old_labels_and_triples_come_first(base, tmp_path):
     new = {"train": [("n", "r", "a"), ("b", "new", "n")], "test": [("n", "s", "m")]}
     store = extend_store(base, new, tmp_path / "new")
@@ -31,7 +26,7 @@ def test_old_labels_and_triples_come_first(base, tmp_path):
     assert labels[:3] == base.entities.array.to_pylist() and sorted(labels[3:]) == ["m", "n"]
     assert store.relations.array.to_pylist() == ["r", "s", "new"]
     for split in ("train", "valid", "test"):
-        assert triples(store, split) == OLD[split] + new.get(split, [])
+        assert labelled(store, split) == OLD[split] + new.get(split, [])
     assert store.base == base.size
     assert base.base is None
     assert store.filter_index().answers("tail", store.entities.ids(["n"]), np.array([0])).all()[
@@ -42,7 +37,7 @@ def test_old_labels_and_triples_come_first(base, tmp_path):
 def test_files_without_a_split_go_to_train(base, tmp_path):
     (tmp_path / "new.tsv").write_text("n\tr\ta\nn\tr\ta\na\tr\tb\nc\tr\ta\n")
     store = extend_store(base, tmp_path / "new.tsv", tmp_path / "new", progress=False)
-    assert triples(store, "train") == [*OLD["train"], ("n", "r", "a"), ("c", "r", "a")]
+    assert labelled(store, "train") == [*OLD["train"], ("n", "r", "a"), ("c", "r", "a")]
     assert store.report["duplicates"]["train"] == 2  # one of its own, one of the old ones
     assert store.report["shared"] == {"train-test": 1}  # c r a
 
@@ -57,7 +52,7 @@ def test_invalid_new_triples_are_reported(base, tmp_path):
     with pytest.raises(StoreError, match="a store exists here"):
         extend_store(base, {"train": [("x", "r", "a")]}, base.path)
     assert not (tmp_path / "new").exists()
-    assert triples(base, "train") == OLD["train"]
+    assert labelled(base, "train") == OLD["train"]
 
 
 @pytest.mark.parametrize("old, new, weights", [(3.0, None, [3, 3, 1]), (None, 0.5, [1, 1, 0.5]),
@@ -85,4 +80,4 @@ def test_columns_of_new_files_are_read_by_the_given_names(base, tmp_path):
     columns = "head=who,relation=how,tail=whom"
     source, target = tmp_path / "new.csv", tmp_path / "new"
     store = extend_store(base, source, target, {"columns": columns}, progress=False)
-    assert triples(store, "train") == [*OLD["train"], ("n", "r", "a")]
+    assert labelled(store, "train") == [*OLD["train"], ("n", "r", "a")]

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from file_rows import labelled
 
 from kge_torchrec.cli import main
 from kge_torchrec.config.options import as_yaml as as_text
@@ -189,6 +190,18 @@ FORMS = {
         {"x.parquet": {"who": ["a"], "n": [1], "what": ["r"], "whom": ["b"]}}, None,
         "4 columns: 0 'who', 1 'n'", "head=COLUMN",
     ),
+    "Parquet in order": form(
+        {"x.parquet": {"x": ["a"], "link": ["r"], "z": ["b"]}}, "a r b",
+        "x.parquet: columns are read as head 'x', relation 'link', tail 'z'; data.columns ",
+    ),
+    "Parquet by known names": form(
+        {"x.parquet": {"head": ["a"], "relation": ["r"], "tail": ["b"]}}, "a r b",
+        unsaid=("columns are read",),
+    ),
+    "Parquet with one more column": form(
+        {"x.parquet": {"head": ["a"], "relation": ["r"], "tail": ["b"], "object": ["c"]}}, "a r b",
+        "tail 'tail'; left out: 'object'; data.columns ",
+    ),
     # 2. Id spaces
     "Neo4j with id spaces": form(
         {"x.csv": ":START_ID(Person),since:int,:END_ID(Place),:TYPE\n1,2020,1,LIVES_IN\n2,2021,1,LIVES_IN\n"},
@@ -256,6 +269,10 @@ FORMS = {
     "a weight that is read": form(
         {"x.tsv": "a\tr\tb\t0.5\nb\ts\tc\t1.5\n"}, "a r b, b s c", columns="weight=3",
         weights="0.5 1.5",
+    ),
+    "a weight by name": form(
+        {"x.csv": "who,since,how,whom,belief\na,1999,r,b,0.25\nb,2000,r,c,4\n"}, "b r a, c r b",
+        columns="head=whom,relation=how,tail=who,weight=belief", weights="0.25 4",
     ),
     "signed edges": form(
         {"x.csv": "source,target,weight\na,b,1\nb,c,-1\n"}, None,
@@ -485,14 +502,6 @@ def expected(text: str) -> list[set[tuple[str, ...]]]:
     return splits + [set()] * (3 - len(splits))
 
 
-def triples_of(store: TripleStore) -> list[set[tuple[str, ...]]]:
-    named = store.entities.array.to_pylist(), store.relations.array.to_pylist()
-    return [
-        {(named[0][h], named[1][r], named[0][t]) for h, r, t in store.split(split).tolist()}
-        for split in SPLITS
-    ]
-
-
 def features_of(store: TripleStore) -> set[tuple[str, str]]:
     names, starts, ids, _ = store.features()
     entities = store.entities.array.to_pylist()
@@ -548,7 +557,8 @@ def test_form(tmp_path, capsys, name, way):
     else:
         said = "\n".join(notes(store))
         assert form.triples is not None, said
-        assert triples_of(store) == expected(form.triples), said
+        found = [{*labelled(store, split)} for split in SPLITS]
+        assert found == expected(form.triples), said
         if form.weights is not None:
             assert sorted(store.weights("train")) == [*map(float, form.weights.split())]
         if form.vectors is not None:

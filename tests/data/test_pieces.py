@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_rows import labelled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
-from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import SIDES, numbering, sort, split
 from kge_torchrec.data import prepare as preparing
 from kge_torchrec.data.prepare import extend_store, prepare, rows_within
@@ -94,14 +94,12 @@ def contents(store: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in store.iterdir()}
 
 
-def labelled(store: TripleStore, name: str) -> list[tuple]:
+def weighted_triples(store: TripleStore, name: str) -> list[tuple]:
     """Return the triples of a split, with weights if it has some."""
-    heads, relations, tails = store.split(name).T
-    columns = [store.entities.labels(heads), store.relations.labels(relations)]
-    columns.append(store.entities.labels(tails))
-    if store.weights(name) is not None:
-        columns.append(store.weights(name).tolist())
-    return [*zip(*columns, strict=True)]
+    rows, weights = labelled(store, name), store.weights(name)
+    if weights is None:
+        return rows
+    return [(*row, weight) for row, weight in zip(rows, weights.tolist(), strict=True)]
 
 
 # The same store
@@ -161,24 +159,6 @@ def test_ids_and_splits_depend_on_the_set_of_labels(tmp_path_factory, rows, seed
     shutil.rmtree(folder)
 
 
-@settings(max_examples=80)
-@given(
-    total=st.integers(1, 150), most=st.integers(3, 60), seed=st.integers(0, 9),
-    options=st.sampled_from([
-        SplitOptions(ratio=(0.5, 0.2, 0.3)), SplitOptions(by="head", ratio=(0.5, 0.2, 0.3)),
-        SplitOptions(by="time", ratio=(0.5, 0.2, 0.3)), SplitOptions(by="last"),
-    ]),
-)  # fmt: skip
-def test_splits_in_pieces_are_those_of_the_whole(tmp_path_factory, total, most, seed, options):
-    random = np.random.default_rng(seed)
-    rows = random.integers(0, [9, 3, 9], (total, 3)).astype(np.int32)
-    times, folder = random.integers(0, 9, total), tmp_path_factory.getbasetemp()
-    one = split.Split(options, seed)
-    whole = one.apply(rows, times, (9, 3), 1000, folder)
-    with bounds(chunk=7):
-        assert np.array_equal(one.apply(rows, times, (9, 3), most, folder), whole)
-
-
 def test_compressed_files_and_parquet_have_one_fingerprint(tmp_path):
     plain = write(tmp_path / "x.tsv", some_triples())
     (tmp_path / "x.tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
@@ -220,7 +200,7 @@ def test_labelled_triples_are_those_of_plain_python(
         store = prepare(folder / "data", folder / "store", data, progress=False)
         for name, own in expected.items():
             rows = [(*triple, w) if weighted else triple for triple, w in own.items()]
-            assert labelled(store, name) == rows  # in the order of the file
+            assert weighted_triples(store, name) == rows  # in the order of the file
             dropped = len(splits[[*expected].index(name)]) - len(own)
             assert store.report["duplicates"][name] == dropped
         new = [(h, r, t, w) for h, r, t, w in again if (h + t) % 2]
@@ -239,7 +219,7 @@ def test_labelled_triples_are_those_of_plain_python(
                 store, folder / "new.tsv", folder / "larger", data, progress=False
             )
             rows = [(*x, w) if weighted else x for x, w in expected["train"].items()]
-            assert labelled(larger, "train") == rows
+            assert weighted_triples(larger, "train") == rows
             old = store.num_entities
             assert larger.entities.array[:old].equals(store.entities.array)
     shutil.rmtree(folder)
@@ -254,31 +234,6 @@ def test_frequent_entities_are_spread_over_the_ids(tmp_path):
 
 
 # Rows
-
-
-@pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize("old", [0, 40])
-def test_repeats_in_pieces_are_those_of_the_whole(tmp_path, timed, old):
-    random = np.random.default_rng(0)
-    rows = random.integers(0, [5, 2, 5], (200, 3)).astype(np.int32)
-    weights = [random.random(200).astype(np.float32)] * 2
-    times = [random.integers(0, 9, 200) if timed else None] * 2
-    before = weights[0]
-    weights, times = [w.copy() for w in weights], [t if t is None else t.copy() for t in times]
-    whole, pieces = (
-        drop_repeats(rows, (5, 2), most, tmp_path, weights[i], times[i], old)
-        for i, most in enumerate((1000, 10))
-    )
-    assert np.array_equal(whole, pieces) and 0 < whole.sum() == 200 - len(np.unique(rows, axis=0))
-    for one, other in (weights, times) if timed else (weights,):
-        assert np.array_equal(one[~whole], other[~whole])
-    if not timed:
-        largest = {}
-        for place, row in enumerate(map(tuple, rows.tolist())):
-            known = largest.setdefault(row, [place, before[place]])
-            if known[0] >= old:
-                known[1] = max(known[1], before[place])
-        assert weights[0][~whole].tolist() == [w for _, w in largest.values()]
 
 
 def test_keys_beyond_64_bits(tmp_path):

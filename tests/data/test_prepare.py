@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_rows import labelled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,18 +33,6 @@ TRAIN = [("a", "r", "b"), ("b", "s", "c"), ("c", "r", "a")]
 def write(path: Path, rows) -> Path:
     path.write_text("".join("\t".join(row) + "\n" for row in rows), "utf-8")
     return path
-
-
-def labelled(store: TripleStore, split: str) -> list[tuple[str, str, str]]:
-    heads, relations, tails = store.split(split).T
-    return list(
-        zip(
-            store.entities.labels(heads),
-            store.relations.labels(relations),
-            store.entities.labels(tails),
-            strict=True,
-        )
-    )
 
 
 def names(directory: Path) -> list[str]:
@@ -80,14 +69,6 @@ def test_list_of_files_in_parts(tmp_path):
     assert labelled(store, "train") == TRAIN
     assert labelled(store, "test") == TRAIN[:1]
     assert len(store.valid) == 0
-
-
-def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 40)
-    path = tmp_path / "x.nt"
-    path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
-    store = prepare(path, tmp_path / "store", {"split.ratio": (1, 0, 0), "literals": "keep"})
-    assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", '"c"')]
 
 
 NTRIPLES = """<a> <r> <b> .
@@ -147,7 +128,7 @@ def test_nothing_but_literals(tmp_path):
         (["valid.tsv", "test.tsv"], "no train file among"),
         (["train.tsv", "train.csv"], "more than one train file"),
         (["train.tsv", "training.tsv"], "more than one train file"),
-        (["train.tsv", "train-1.tsv"], "both whole and in parts"),
+        (["train.tsv", "train-1.tsv"], "more than one train file"),
     ],
 )
 def test_ambiguous_directory(tmp_path, files, message):
@@ -170,14 +151,6 @@ def test_ambiguous_files(tmp_path):
 
 
 # What the report says
-
-
-def test_duplicates_are_counted_and_kept_once(tmp_path):
-    splits = {"train": [*TRAIN, TRAIN[0], TRAIN[0], TRAIN[2]], "test": [TRAIN[1], TRAIN[1]]}
-    store = prepare(splits, tmp_path / "store")
-    assert labelled(store, "train") == TRAIN
-    assert labelled(store, "test") == [TRAIN[1]]
-    assert store.report["duplicates"] == {"train": 3, "valid": 0, "test": 1}
 
 
 def test_triples_shared_by_splits_are_kept_and_counted(tmp_path):

@@ -1,14 +1,23 @@
+"""Rows of text and Parquet files: any spelling has the same rows, in blocks of any size."""
+
+from __future__ import annotations
+
 import bz2
+import csv
 import gzip
+import io
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from file_rows import fault_of, read, rows_of
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kge_torchrec.data import COLUMNS
+from kge_torchrec.data.labels import LONGEST, first_fault
+from kge_torchrec.data.labels import fault_of as why_no_label
 from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.readers.files import find_sources
 from kge_torchrec.errors import DataError
@@ -25,52 +34,38 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def zstd(content: bytes) -> bytes:
-    return pa.compress(content, "zstd", asbytes=True)
+SPELLINGS = {
+    "x.tsv": tsv(),
+    "x.txt": b"\xef\xbb\xbf" + tsv(end="\r\n"),  # as Windows writes it
+    "x.TSV": b"\n" + tsv().replace(b"\n", b"\n\n").rstrip(b"\n"),  # blank lines
+    "x.tsv.gz": gzip.compress(tsv(ROWS[:1])) + gzip.compress(tsv(ROWS[1:])),  # two members
+    "x.tsv.zst": pa.compress(tsv(), "zstd", asbytes=True),
+    "x.tsv.bz2": bz2.compress(tsv()),
+    "x.csv": b'a,likes,b\r\nb b,likes,\xc3\xa7\r\n\xe6\x9d\xb1,is in,"""q"" x"\r\n',
+}
 
 
-@pytest.mark.parametrize("name", ["x.tsv", "x.txt", "x.TSV"])
-def test_tab_separated(tmp_path, name):
-    assert rows_of(write(tmp_path / name, tsv())) == ROWS
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_has_the_same_rows(tmp_path, name):
+    assert rows_of(write(tmp_path / name, SPELLINGS[name])) == ROWS
 
 
 @pytest.mark.parametrize(
-    "suffix, compress", [(".gz", gzip.compress), (".zst", zstd), (".bz2", bz2.compress)]
-)
-def test_compressed(tmp_path, suffix, compress):
-    assert rows_of(write(tmp_path / f"x.tsv{suffix}", compress(tsv()))) == ROWS
-
-
-def test_gzip_of_several_members(tmp_path):
-    content = gzip.compress(tsv(ROWS[:1])) + gzip.compress(tsv(ROWS[1:]))
-    assert rows_of(write(tmp_path / "x.tsv.gz", content)) == ROWS
-
-
-def test_windows_line_ends_and_byte_order_mark(tmp_path):
-    assert rows_of(write(tmp_path / "x.tsv", b"\xef\xbb\xbf" + tsv(end="\r\n"))) == ROWS
-
-
-def test_last_line_without_end_and_blank_lines(tmp_path):
-    content = b"\n" + tsv().replace(b"\n", b"\n\n").rstrip(b"\n")
-    assert rows_of(write(tmp_path / "x.tsv", content)) == ROWS
-
-
-def test_csv_with_quotes(tmp_path):
-    content = b'a,likes,b\r\n"x, y","says ""hi""","two\nlines"\r\n'
-    expected = [("a", "likes", "b"), ("x, y", 'says "hi"', "two\nlines")]
-    assert rows_of(write(tmp_path / "x.csv", content)) == expected
-
-
-def test_quotes_in_tsv_are_text(tmp_path):
-    rows = [('"a', 'r"', '"'), ("'", 'r"', 'x"y"')]
-    assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
-    rows = [("a", '""', '"b"')]
-    assert rows_of(write(tmp_path / "x.tsv", tsv(rows)), quotes=False) == rows
-
-
-def test_labels_that_look_like_nulls_or_numbers_stay_text(tmp_path):
-    rows = [("NA", "null", "nan"), ("1", "2.0", "true"), ("007", " 0", "\\N")]
-    assert rows_of(write(tmp_path / "x.tsv", tsv(rows)), has_header=False) == rows
+    "name, content, rows, options",
+    [
+        ("x.csv", b'a,r,b\r\n"x, y","says ""hi""","two\nlines"\r\n',
+         [("a", "r", "b"), ("x, y", 'says "hi"', "two\nlines")], {}),
+        ("x.tsv", b'"a\tr"\t"\n', [('"a', 'r"', '"')], {}),  # quotes between tabs are text
+        ("x.tsv", b'a\t""\t"b"\n', [("a", '""', '"b"')], {"quotes": False}),
+        ("x.tsv", b"NA\tnull\tnan\n1\t2.0\ttrue\n007\t 0\t\\N\n",
+         [("NA", "null", "nan"), ("1", "2.0", "true"), ("007", " 0", "\\N")],
+         {"has_header": False}),
+        ("x.csv", b"a,r,b\n%c\n\n%d,e\nb,r,c\n", [("a", "r", "b"), ("b", "r", "c")],
+         {"comments": "%"}),
+    ],
+)  # fmt: skip
+def test_fields_are_the_text_that_is_there(tmp_path, name, content, rows, options):
+    assert rows_of(write(tmp_path / name, content), **options) == rows
 
 
 def test_many_blocks(tmp_path, monkeypatch):
@@ -78,6 +73,9 @@ def test_many_blocks(tmp_path, monkeypatch):
     rows = [(f"e{i}", f"r{i % 7}", f"e{i * 31 % 501}") for i in range(500)]
     assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
     assert rows_of(write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows)))) == rows
+    blanks = b"".join(b" " + b"   ".join(map(str.encode, row)) + b" \r\n" for row in rows)
+    commented = blanks.replace(b"\n", b"\n# a b c\n")
+    assert rows_of(write(tmp_path / "x.txt", commented), comments="#") == rows
 
 
 LABEL = st.text(
@@ -103,9 +101,6 @@ def test_the_folder_of_a_run_is_not_read_as_triples(tmp_path):
         find_sources(tmp_path)
 
 
-# Faults are named by file and line.
-
-
 @pytest.mark.parametrize("row, count", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
 @pytest.mark.parametrize("line", [1, 2, 700])
 def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
@@ -116,6 +111,40 @@ def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
     message = fault_of(path)
     assert message.startswith(f"{path}:{line}: expected 3 columns separated by tabs")
     assert f"found {count}" in message
+
+
+# Headers
+
+HEADERS = [
+    "head,relation,tail", "Subject,Predicate,Object", "source,type,target", " h , r , t ",
+    "# s,p,o", "?s,?p,?o", "from,edge,to", "SRC,edge_type,dst", "node1,label,node2",
+    "head_id,relation_id,tail_id", "e1,rel,e2",
+]  # fmt: skip
+FACTS = [(f"e{i % 7}", f"likes{i % 3}", f"e{i * 5 % 11}") for i in range(20)]
+
+
+def said_of(path: Path, rows) -> tuple[list[tuple], str]:
+    """The triples of a file with these rows, and what is said of it."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+    read_rows, source = read(path)
+    return read_rows, " ".join(said for _, said in source.notes)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_column_names_are_known_and_reported(tmp_path, header):
+    fields = next(csv.reader(io.StringIO(header)))
+    rows, said = said_of(tmp_path / "x.csv", [fields, *FACTS])
+    assert rows == FACTS
+    named = ", ".join(f"{role} {name!r}" for role, name in zip(COLUMNS, fields, strict=True))
+    assert f"this line is read as a header: {named}; data.has_header false" in said
+    rows, _ = said_of(tmp_path / "x.csv", [fields[::-1], *FACTS])
+    assert rows == [row[::-1] for row in FACTS]
+
+
+@pytest.mark.parametrize("first", [("head", "relation", "head"), FACTS[0], ("e1", "b c", "d")])
+def test_labels_that_name_no_columns_form_a_triple(tmp_path, first):
+    assert said_of(tmp_path / "x.csv", [first, *FACTS]) == ([first, *FACTS], "")
 
 
 # Parquet
@@ -157,107 +186,48 @@ def test_parquet_types(tmp_path):
         ({"h": [b"a", b"\xff"], "r": ["r"] * 2, "t": ["b"] * 2}, "row 2: the head is not UTF-8"),
         ({"h": pa.array([], pa.string()), "r": pa.array([], pa.string()),
           "t": pa.array([], pa.string())}, "empty file"),
+        *(({"h": "aaa", "r": "aaa", "t": "aaa", "confidence": [1.0, bad, 1.0]},
+           "row 2: the weight ") for bad in (0.0, -1.0, float("nan"), float("inf"), None, 1e300)),
     ],
 )  # fmt: skip
 def test_bad_parquet(tmp_path, columns, message):
-    path = parquet(tmp_path / "x.parquet", columns)
+    path = parquet(tmp_path / "x.parquet", {name: [*own] for name, own in columns.items()})
     fault = fault_of(path)
     assert fault.startswith(str(path)) and message in fault
 
 
 def test_parquet_columns_of_one_name(tmp_path):
-    for names in (["head", "relation", "tail", "tail"], ["x", "x", "y"]):
-        columns = [pa.array(["a"])] * len(names)
-        path = tmp_path / "x.parquet"
-        pq.write_table(pa.table(columns, names), path)
-        assert "both stand for the tail" in fault_of(
-            path
-        ) or "2 columns have the name 'x'" in fault_of(path)
-
-
-# N-Triples
-
-
-def test_ntriples(tmp_path):
-    content = """# a comment
-<http://x/a> <http://x/r> <http://x/b> .
-
-  <http://x/a>\t<http://x/r> "l\\"i. t" .  # more
-_:n1 <http://x/r> "1"^^<http://x/int> .
-<http://x/a><http://x/r>"é"@en-GB.
-<http://x/a> <http://x/r> _:n.2 .
-"""
-    assert rows_of(write(tmp_path / "x.nt", content.encode())) == [
-        ("http://x/a", "http://x/r", "http://x/b"),
-        ("http://x/a", "http://x/r", '"l\\"i. t"'),
-        ("_:n1", "http://x/r", '"1"^^<http://x/int>'),
-        ("http://x/a", "http://x/r", '"é"@en-gb'),
-        ("http://x/a", "http://x/r", "_:n.2"),
-    ]
-
-
-ESCAPED = r"""<http://x/caf\u00e9> <http://x/r\u00E9> <http://x/\U0001F600\u007B> .
-<http://x/café> <http://x/ré> <http://x/😀{> .
-<http://x/café> <http://x/r> "l\u00e9\u0022\n\u000A\t"@fr .
-<http://x/caf\u00e9> <http://x/r> "lé\"\u000a\n\u0009"@fr .
-_:n <http://x/r> "x"^^<http://x/\u00e9> .
-"""
-
-
-@pytest.mark.parametrize("block", [100, 1 << 20])
-def test_escaped_labels_equal_unescaped_ones(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", block)
-    path = write(tmp_path / "x.nt", ESCAPED.encode())
-    first = ("http://x/café", "http://x/ré", "http://x/😀{")
-    second = ("http://x/café", "http://x/r", r'"lé\"\n\n\t"@fr')
-    last = ("_:n", "http://x/r", '"x"^^<http://x/é>')
-    assert rows_of(path) == [first, first, second, second, last]
-    rows, source = read(path, literals="drop")
-    assert rows == [first, first] and source.literals.total() == 3
-
-
-@settings(max_examples=25)
-@example(text="\x01\x7f\t", name="a", escape=[False] * 5)
-@given(
-    text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),
-    name=st.text("aé😀~", min_size=1), escape=st.lists(st.booleans(), min_size=5),
-)  # fmt: skip
-def test_any_text_is_one_label_with_any_escapes(tmp_path_factory, text, name, escape):
-    """And that of the reader of Turtle, which takes N-Triples too."""
-
-    def written(text: str, ways: list[bool]) -> str:
-        pairs = zip(text, ways * len(text), strict=False)
-        must = '\\"\n\r\x01'
-        return "".join(f"\\U{ord(c):08X}" if way or c in must else c for c, way in pairs)
-
-    pytest.importorskip("pyoxigraph")
-    folder, other = tmp_path_factory.mktemp("nt"), [not way for way in escape]
-    lines = [
-        f'<http://{written(name, w)}> <http://r> "{written(text, w)}" .\n' for w in (escape, other)
-    ]
-    for suffix in ("nt", "ttl"):
-        write(folder / f"x.{suffix}", "".join(lines).encode())
-    rows = rows_of(folder / "x.nt")
-    assert rows[0] == rows[1] and rows == rows_of(folder / "x.ttl")
-
-
-@pytest.mark.parametrize(
-    "term", [r"\u12", r"\uD800", r"\U00110000", r"\n", r"\x", r"\u0020", r"\u003E", "\\", r"\u005C"]
-)
-def test_invalid_escape_is_an_error(tmp_path, monkeypatch, term):
-    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 100)
-    for line in (
-        f"<http://{term}a> <r> <b> .",
-        f"<a> <http://{term}a> <b> .",
-        f"<a> <r> <{term}a> .",
+    for names, said in (
+        (["head", "relation", "tail", "tail"], "both stand for the tail"),
+        (["x", "x", "y"], "2 columns have the name 'x'"),
     ):
-        content = f"# c\n<a> <b> <c> .\n\n{line}\n<a> <b> <c> .\n"
-        fault = fault_of(write(tmp_path / "x.nt", content.encode()), literals="drop")
-        assert fault.startswith(f"{tmp_path}/x.nt:4: the escape '\\\\") and "of an IRI" in fault
+        pq.write_table(pa.table([pa.array(["a"])] * len(names), names), tmp_path / "x.parquet")
+        assert said in fault_of(tmp_path / "x.parquet")
 
 
-def test_ntriples_line_numbers_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 100)
-    path = write(tmp_path / "x.nt", b"<a> <b> <c> .\n\n" * 300 + b"oops\n")
-    for literals, said in (("drop", "not a line of RDF"), ("keep", "not readable as N-Triples")):
-        assert fault_of(path, literals=literals).startswith(f"{path}:601: {said}")
+# Texts that cannot be labels
+
+TEXT = st.text(st.sampled_from("ab \t\u00a0\u3000\0é"), max_size=3) | st.text(max_size=3)
+
+
+@given(labels=st.lists(TEXT | st.none()), start=st.integers(0, 9), length=st.integers(0, 9))
+@example(labels=["\0", "a"], start=1, length=1)
+@example(labels=["a", "\0"], start=1, length=1)
+def test_first_invalid_label_is_found(labels, start, length):
+    """In a slice too, whose bytes lie among those of others."""
+    array = pa.array(labels, pa.large_string()).slice(start, length)
+    bad = [
+        label or ""
+        for label in labels[start : start + length]
+        if not label or label.isspace() or "\0" in label
+    ]
+    assert first_fault(array) == (why_no_label(bad[0]) if bad else None)
+
+
+def test_label_length_is_limited():
+    assert why_no_label("q" * LONGEST) is None
+    assert "has 65,537 bytes, and a label at most 65,536" in why_no_label(
+        "é" * (LONGEST // 2) + "q"
+    )
+    assert first_fault(pa.array(["a", "q" * LONGEST], pa.large_string())) is None
+    assert first_fault(pa.array(["a", "q" * (LONGEST + 1)], pa.large_string()))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from file_rows import fault_of, rows_of
+from file_rows import fault_of, labelled, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import csv
 
 from kge_torchrec.cli import main
 from kge_torchrec.data.prepare import prepare
@@ -78,30 +75,6 @@ def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad):
     assert f":{line + 1}: the weight " in fault_of(path)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, None, 1e300])
-def test_invalid_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
-    columns = {name: ["a"] * 3 for name in "hrt"} | {"confidence": [1.0, bad, 1.0]}
-    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    assert "row 2: the weight " in fault_of(tmp_path / "x.parquet")
-
-
-def test_four_columns_without_a_header_are_a_question(tmp_path):
-    path = write(tmp_path / "x.tsv", "a\tr\tb\t0.5\nb\tr\tc\t2\n")
-    assert fault_of(path).endswith("If column 3 is the weight, data.columns weight=3 reads it")
-    write(tmp_path / "y.tsv", "a\tr\tb\tc\n")
-    assert "weight" not in fault_of(tmp_path / "y.tsv")
-
-
-def test_columns_are_read_by_name(tmp_path):
-    text = "who,since,how,whom,belief\na,1999,r,b,0.25\nb,2000,r,c,4\n"
-    path, named = write(tmp_path / "x.csv", text), "head=whom,relation=how,tail=who"
-    assert rows_of(path, columns=named) == [("b", "r", "a"), ("c", "r", "b")]
-    named += ",weight=belief"
-    assert rows_of(path, columns=named) == [("b", "r", "a", 0.25), ("c", "r", "b", 4.0)]
-    pq.write_table(csv.read_csv(path), tmp_path / "x.parquet")
-    assert rows_of(tmp_path / "x.parquet", columns=named)[0] == ("b", "r", "a", 0.25)
-
-
 def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
     """A repeated triple takes its largest; splits by ratio and files of splits alike."""
     rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 61) for i in range(300)]
@@ -116,13 +89,7 @@ def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
     for split in ("train", "valid", "test"):
         assert store.weights(split).dtype == np.float32
         assert isinstance(store.weights(split), np.memmap)
-        for row, weight in zip(store.split(split).tolist(), store.weights(split), strict=True):
-            head, relation, tail = (
-                store.entities.labels([row[0]])[0],
-                store.relations.labels([row[1]])[0],
-                store.entities.labels([row[2]])[0],
-            )
-            results[head, relation, tail] = float(weight)
+        results |= dict(zip(labelled(store, split), store.weights(split).tolist(), strict=True))
     assert results == largest
     values = store.weights("train")
     assert store.report["weights"]["train"] == {

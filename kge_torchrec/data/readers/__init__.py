@@ -16,11 +16,10 @@ import pyarrow as pa
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.config.keys import parse_options
 from kge_torchrec.config.registry import construct, resolve
-from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.delimited import SUFFIXES as _SEPARATED
 from kge_torchrec.data.readers.delimited import open_delimited
-from kge_torchrec.data.readers.fields import Block, Table
+from kge_torchrec.data.readers.fields import Table
 from kge_torchrec.data.readers.files import SUFFIXES, has_numbers
 from kge_torchrec.data.readers.rdf import FORMATS, open_rdf
 from kge_torchrec.data.readers.tables import open_batches, open_parquet
@@ -81,7 +80,8 @@ def open_file(
         raise DataError(f"{path}: no such file")
     suffix = suffix_of(path)
     if reader is not None:
-        return _foreign(path, reader, columns)
+        source = f"{path}: its reader"
+        return open_batches(source, _batches(source, reader.read(path)), columns)
     if suffix in _SEPARATED:
         if has_numbers(path) and path.name.lower().endswith(".txt") and not columns.places:
             columns = replace(columns, places={"head": 0, "tail": 1, "relation": 2})  # OpenKE
@@ -98,27 +98,9 @@ def open_file(
     return open_rdf(path, on_literals)
 
 
-def _foreign(path: Path, reader: Reader, columns: Columns) -> Table:
-    """Open a file with a reader of another package."""
-    source = f"{path}: its reader"
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for batch in reader.read(path):
-            if not isinstance(batch, pa.RecordBatch):
-                raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")
-            yield batch
-
-    def blocks() -> Iterator[Block]:
-        for cells, place in table.blocks:
-            for role, at in table.found.places.items():
-                kind = cells[at].type
-                is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
-                if is_number and role not in (WEIGHT, TIME):
-                    raise DataError(
-                        f"{source} gave the column {role} as {kind}, and labels are text; look up "
-                        "the labels of ids, or cast numbers that are names to pa.string()"
-                    )
-            yield cells, place
-
-    table = open_batches(source, batches(), columns)
-    return table._replace(blocks=blocks())
+def _batches(source: str, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a reader of another package."""
+    for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")
+        yield batch

@@ -121,7 +121,6 @@ class Columns:
         constants: A relation, or the type of an end, that all rows have.
         kinds: The weight of each relation, if triples weigh by their relation.
         where: Takes the rows that are read, by further columns or roles.
-        others: Names of further columns.
         entities: The type of the entities in a column, or None, by the column's `plain` name or its
             `stem`; for lists.
         key: The key that sets ``places``, for messages; empty if there is none.
@@ -134,7 +133,6 @@ class Columns:
     constants: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, float] | None = None
     where: Where | None = None
-    others: Sequence[str] = ()
     entities: Mapping[str, str | None] = field(default_factory=dict)
     key: str = "data.columns"
 
@@ -171,7 +169,7 @@ class Columns:
         roles = (*self.positional, *ROLES)
         means = [next((r for r in roles if self.means(name, r)), None) for name in fields]
         are_known = None not in means and len(set(means)) == len(means) > 1
-        return are_known or set(self.positional) <= set(means)
+        return are_known or {*self.positional} - {"feature"} <= {*means}
 
     def find(self, source: str, fields: Sequence[str], named: bool) -> Found:
         """Return the columns of a table by its names, or by the fields of its first row.
@@ -199,7 +197,11 @@ class Columns:
             if means:
                 found[role] = means[0]
                 free.remove(means[0])
-        missing = [role for role in self.positional if role not in found]
+        missing, others = [role for role in self.positional if role not in found], {}
+        if named and missing == ["feature"] and len(fields) > len(found):
+            found.pop(WEIGHT, None)
+            others = {name: at for at, name in enumerate(fields) if at not in found.values()}
+            missing = []
         if not named and not self.places:
             extra = len(fields) - len(missing)
             missing += self.last[-extra:] if 0 < extra <= len(self.last) else ()
@@ -214,8 +216,7 @@ class Columns:
         places = {
             role: found[role] for role in (*self.required, *ROLES, *self.optional) if role in found
         }
-        others = {}
-        for name in (*(self.where.names if self.where else ()), *self.others):
+        for name in self.where.names if self.where else ():
             at = fields.index(name) if named and name in fields else places.get(name)
             if at is None:
                 raise DataError(f"{source}: data.where names {name!r}, which is no column")
@@ -247,13 +248,7 @@ class Columns:
     def _given(self, shown: str, role: str, fields: Sequence[str], named: bool) -> int:
         """Return the position of a role that was given by name or position."""
         place = self.places[role]
-        same = [at for at, name in enumerate(fields) if name.strip() == str(place)] if named else []
         if isinstance(place, int):
-            if same not in ([], [place]):
-                raise DataError(
-                    f"{shown}: {self.key} {role}={place} may be the column at position {place} or "
-                    f"the one with the name {str(place)!r}; rename that column"
-                )
             if place >= len(fields):
                 raise DataError(
                     f"{shown}: {self.key} {role}={place}: there is no such column; positions "
@@ -265,6 +260,7 @@ class Columns:
                 f"{shown}: {self.key} {role}={place}: a table without a header has no names; give "
                 "positions, which count from 0, or set data.has_header true"
             )
+        same = [at for at, name in enumerate(fields) if name.strip() == place]
         same = same or [at for at, name in enumerate(fields) if plain(name) == plain(place)]
         if len(same) != 1:
             what = "no column" if not same else f"{len(same)} columns"

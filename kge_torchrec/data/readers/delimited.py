@@ -56,11 +56,11 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
         line, (number,) = rows.pop(0)  # of OpenKE: the number of rows that follow
         count, text = int(number), replace(text, skip=line)
     size = _most(rows, columns)[0] or len(rows[0][1])
-    is_header, in_doubt = False, False
-    if len(rows[0][1]) == size:  # otherwise the row is wrong, which is said when rows are read
-        is_header, in_doubt = _recognized([row for _, row in rows], columns, data.has_header)
     line, fields = next(row for row in rows if len(row[1]) == size)
     place = f"{path}:{line}"
+    is_header, in_doubt = False, False
+    if fields is rows[0][1]:  # otherwise the first row is wrong, which is said when rows are read
+        is_header, in_doubt = _recognized([row for _, row in rows], columns, data.has_header)
     found = columns.find(f"{place}: separated by {text.in_words}", fields, is_header)
     if is_header:
         text = replace(text, skip=line)
@@ -76,17 +76,10 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
     skipped = Skipped() if data.bad_lines == "skip" else None
     blocks = _blocks(text, found, len(fields), data.quotes is None, count, skipped)
     header = {at: fields[at] for at in found.places.values()} if is_header else {}
-    return Table(str(path), columns, found, blocks, notes, text.comments, header, skipped)
+    return Table(str(path), columns, found, blocks, notes, header, skipped)
 
 
 # The first lines
-
-
-def first_row(path: Path, columns: Columns, data: DataConfig) -> list[str]:
-    """Return the fields of the first row of a file, which may be names."""
-    lines = first_lines(path)
-    rows = _sample(_text(path, lines, columns, data), lines)
-    return rows[0][1] if rows else []
 
 
 def _sample(text: Text, lines: Iterable[str]) -> list[Row]:
@@ -101,18 +94,16 @@ def _text(path: Path, lines: Sequence[str], columns: Columns, data: DataConfig) 
 
     def cut(separator: str) -> Text:
         quoted = separator not in "\t " if data.quotes is None else data.quotes
-        return Text(path, separator, quoted, data.comments, data.skip, columns.of_triples)
+        options = data.comments, data.skip, separator == " ", columns.of_triples
+        return Text(path, separator, quoted, *options)
 
     if data.separator:
         return cut(SEPARATORS.get(data.separator, data.separator))
-    usual, best = SUFFIXES.get(suffix_of(path), "\t"), (0.0, "")
+    usual, shares = SUFFIXES.get(suffix_of(path), "\t"), {}
     for separator in dict.fromkeys((usual, *SEPARATORS.values())):
         rows = _sample(cut(separator), lines[: data.skip + 100])
-        share = _most(rows, columns)[1] / max(1, len(rows))
-        if share >= 0.5:
-            return cut(separator)
-        best = max(best, (share, separator), key=lambda pair: pair[0])
-    return cut(best[1] or usual)
+        shares[separator] = min(0.5, _most(rows, columns)[1] / max(1, len(rows)))
+    return cut(max(shares, key=lambda separator: shares[separator]))  # the first of equal ones
 
 
 def _most(rows: Sequence[Row], columns: Columns) -> tuple[int, int]:
@@ -144,13 +135,11 @@ def _recognized(
     if any(all(map(NUMBER.fullmatch, values)) for values in below):
         return True, False
     shapes = [{_shape(value) for value in values} for values in below]
-    odd = [
-        len(own) == 1 and _shape(name) not in own for own, name in zip(shapes, first, strict=True)
+    unlike = [
+        len(own) == 1 and own != {_shape(name)} for own, name in zip(shapes, first, strict=True)
     ]
-    if sum(odd) > 1:
-        return True, False
-    if len(first) != 3:
-        return False, False
+    if sum(unlike) > 1 or len(first) != 3:
+        return sum(unlike) > 1, False
     relations = len(below[1])  # relations recur, and this one does not
     return len(others) >= max(100, 10 * relations), relations < len(others)
 
@@ -172,24 +161,22 @@ def _blocks(
     field that cannot hold separators are no part of it.
     """
     total, has_line_ends = 0, False
-    used = {*found.places.values(), *found.others.values(), *([0] if text.comments else [])}
+    roles = {at: role for role, at in found.places.items()}
+    names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
 
     def wrong_size(row: arrow_csv.InvalidRow) -> str:
-        roles = {at: role for role, at in found.places.items()}
-        names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
         return (
             f"{text.path}:{text.line_of(row.number)}: expected {width} columns separated by "
             f"{text.in_words} ({names}), found {row.actual_columns}: {clipped(row.text, 80)!r}"
         )
 
     def leave_out(row: arrow_csv.InvalidRow) -> None:
-        if text.comments and row.text.startswith(text.comments):
-            return
         if skipped is None:
             raise DataError(wrong_size(row) + text.remedy(_remedy(text, row.text)))
         skipped.add("columns", 1, lambda _: wrong_size(row))
 
-    for cells, place in read_rows(text, width, sorted(used), leave_out, text.separator == " "):
+    used = sorted({*roles, *found.others.values()})
+    for cells, place in read_rows(text, width, used, leave_out):
         if text.quoted:
             has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
         elif strips:
@@ -198,7 +185,7 @@ def _blocks(
         yield cells, place
     if has_line_ends:
         text.check_quotes()
-    if count not in (None, total) and skipped is None and not text.comments:
+    if count not in (None, total) and skipped is None:
         raise DataError(f"{text.path}: its first line says {count:,} rows, and {total:,} follow it")
 
 

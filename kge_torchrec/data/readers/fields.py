@@ -6,7 +6,10 @@ Shapes: B rows of a batch.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,14 +19,11 @@ import pyarrow.compute as pc
 from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.readers.columns import Columns, Found
-from kge_torchrec.data.readers.label_files import LabelFile
 from kge_torchrec.errors import DataError
 
 TEXT = pa.large_string()
 _TEXTS = pa.types.is_string, pa.types.is_string_view, pa.types.is_binary, pa.types.is_large_binary
 
-
-LabelFiles: TypeAlias = Mapping[str, LabelFile]  # of "entities" and "relations"
 # Columns (B,) by position, and what names a row, such as "visits.csv:17".
 Block: TypeAlias = tuple[dict[int, pa.Array], Callable[[int], str]]
 
@@ -37,7 +37,6 @@ class Table(NamedTuple):
         found: Where they are.
         blocks: Its rows.
         notes: Where and how it was read, where that was a guess.
-        comments: The start of rows that are left out, if the first column is read.
         header: The name of each column that is read, if rows may be the header again.
         skipped: Counts bad rows, which are then left out; None raises an error for them.
     """
@@ -47,9 +46,13 @@ class Table(NamedTuple):
     found: Found
     blocks: Iterator[Block]
     notes: Sequence[tuple[str, str]] = ()
-    comments: str = ""
     header: Mapping[int, str] = {}
     skipped: Skipped | None = None
+
+
+def place_among(place: Callable[[int], str], rows: np.ndarray) -> Callable[[int], str]:
+    """Return what names a row among some rows of a block."""
+    return lambda row: place(int(rows[row]))
 
 
 def no_rows(source: object, columns: Columns) -> DataError:
@@ -59,26 +62,22 @@ def no_rows(source: object, columns: Columns) -> DataError:
 
 
 class Skipped:
-    """The bad rows of a file that are left out: their number, and the first three."""
+    """The bad rows of a file that are left out: their number, and the first three of a kind."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._said: dict[str, list[str]] = {}
+        self._said: dict[str, list[str]] = defaultdict(list)
 
     def add(self, kind: str, count: int, reason: Callable[[int], str]) -> None:
         """Count rows of a kind; ``reason`` returns what is wrong with one, by its number."""
         self.count += count
-        said = self._said.setdefault(kind, [])
+        said = self._said[kind]
         said += [reason(row) for row in range(min(count, 3 - len(said)))]
 
-    @property
-    def first(self) -> str:
-        """What is wrong with the first three rows, by their lines."""
-        said = [
-            (re.findall(r":(\d+): ", text), text) for texts in self._said.values() for text in texts
-        ]
-        ordered = sorted(said, key=lambda pair: [int(line) for line in pair[0][:1]])
-        return "; ".join(text for _, text in ordered[:3])
+    def __str__(self) -> str:
+        said = chain(*self._said.values())
+        ordered = sorted(said, key=lambda text: int(re.findall("[: ]([0-9]+): ", text)[0]))
+        return f"{self.count:,} bad lines were left out: {'; '.join(ordered[:3])}"
 
 
 def batches_of(table: Table, labels: LabelFiles | None = None) -> Iterator[pa.RecordBatch]:
@@ -104,17 +103,74 @@ def batches_of(table: Table, labels: LabelFiles | None = None) -> Iterator[pa.Re
             rows.make_weights()
         if TIME in rows.columns:
             rows.make_times()
-        for role in ("head", "relation", "tail", "entity"):
+        for role in [r for r in ("head", "relation", "tail", "entity") if r in rows.columns]:
             file = (labels or {}).get("relations" if role == "relation" else "entities")
-            if file is not None and role in rows.columns:
+            if file is not None:
                 rows.name(role, file)
-            if role in rows.columns:
-                rows.add_type(role, found.constants.get(f"{role}_type"))
+            rows.add_type(role, found.constants.get(f"{role}_type"))
         if "relation" in found.constants:
             relation = pa.scalar(found.constants["relation"], TEXT)
             rows.columns["relation"] = pa.repeat(relation, len(next(iter(rows.columns.values()))))
         names = [*columns.required, *(n for n in (WEIGHT, TIME) if n in rows.columns)]
         yield pa.record_batch([rows.columns[name] for name in names], names)
+
+
+class LabelFile:
+    """The labels of ids, by a file such as entity2id.txt or entities.dict; ids may have gaps.
+
+    Args:
+        path: The file.
+        ids: Its ids (N,).
+        labels: Their labels (N,).
+        is_named: Whether a key names the file; otherwise the first ids say whether it is used.
+        notes: Takes whether a file that no key names is used.
+
+    Raises:
+        DataError: An id or a label is there twice.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        ids: pa.Array,
+        labels: pa.Array,
+        is_named: bool,
+        notes: list[tuple[str, str]],
+    ):
+        self.path, self._ids, self._labels, self._notes = path, ids, labels, notes
+        self._used: bool | None = is_named or None
+        for column, what in ((ids, "id"), (labels, "label")):
+            counts = pc.value_counts(column)
+            twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+            if len(twice):
+                raise DataError(f"{path}: the {what} {twice[0].as_py()!r} is there twice")
+
+    def labels_of(self, ids: pa.Array) -> tuple[pa.Array, pa.Array]:
+        """Return the labels of ids (B,), and which of them are unknown."""
+        known = pc.index_in(ids, value_set=self._ids)
+        if self._used is None:
+            self._decide(ids, known)
+        if not self._used:
+            return ids, pa.array([], pa.bool_())
+        return self._labels.take(known), known.is_null()
+
+    def _decide(self, ids: pa.Array, known: pa.Array) -> None:
+        """Decide by the first ids whether they are ids of this file, labels of it, or neither."""
+        are_labels = pc.all(pc.is_in(ids, value_set=self._labels)).as_py()
+        if are_labels and not known.null_count:
+            raise DataError(
+                f"{self.path}: the triples may hold its ids or its labels; data.labels names the "
+                "file if they are ids, and has none instead if they are labels"
+            )
+        self._used = not are_labels and known.null_count * 2 <= len(ids)
+        said = "its labels take the place of ids; data.labels sets other files or none"
+        if not self._used:
+            what = "its labels" if are_labels else "few of its ids"
+            said = f"not used: the triples have {what}; data.labels names files that are"
+        self._notes.append((self.path, said))
+
+
+LabelFiles: TypeAlias = Mapping[str, LabelFile]  # of "entities" and "relations"
 
 
 class _Rows:
@@ -125,17 +181,11 @@ class _Rows:
         self._place, self._skipped = block[1], table.skipped
         self._is_edge = table.columns.of_triples
         self._numbers: np.ndarray | None = None  # of the rows that are left
-        if table.comments:
-            self.keep(pc.invert(pc.starts_with(self.columns[0], table.comments)))
-        same = None
-        for at, name in table.header.items():
-            equal = pc.equal(self.columns[at], name)
-            same = equal if same is None else pc.and_(same, equal)
-            if not pc.any(same).as_py():
-                break
-        else:
-            if same is not None:
-                self.refuse(same, lambda _: "the header again, as in two files in one")
+        again = [pc.equal(self.columns[at], name) for at, name in table.header.items()]
+        if again:
+            self.refuse(
+                reduce(pc.and_, again), lambda _: "the header again, as in two files in one"
+            )
 
     def keep(self, mask: pa.Array) -> None:
         """Leave out the rows that a mask (B,) of booleans does not have."""

@@ -57,11 +57,31 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or directory")
-    if len(paths) == 1 and paths[0].is_dir():
-        return _of_directory(paths[0], suffixes)
+        if path.is_dir() and len(paths) > 1:
+            raise DataError(f"{path}: is a directory; give one directory, or files only")
     if len(paths) == 1:
-        return {WHOLE: paths}
-    return _of_files(paths)
+        if not paths[0].is_dir():
+            return {WHOLE: paths}
+        paths = _files_of(paths[0], suffixes)
+    splits: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        splits[_split_of(path) or WHOLE].append(path)
+    if WHOLE in splits and len(splits) > 1:
+        raise DataError(
+            f"{splits[WHOLE][0]}: not named train, valid or test, unlike the other files; "
+            "rename it or leave it out"
+        )
+    if WHOLE not in splits and "train" not in splits:
+        raise DataError(f"no train file among {', '.join(map(str, paths))}; name one train.*")
+    for split, files in splits.items():
+        stems = [Path(bare_name(path)).stem.lower() for path in files]
+        are_parts = len({suffix_of(path) for path in files}) == 1 and not {*stems} & {*_NAMES}
+        if split != WHOLE and len(files) > 1 and not (are_parts and len({*stems}) == len(stems)):
+            raise DataError(
+                f"more than one {split} file, which may hold the same triples: "
+                f"{', '.join(map(str, files))}; name the ones to read"
+            )
+    return dict(splits)
 
 
 def _split_of(path: Path) -> str | None:
@@ -74,21 +94,21 @@ def split_named(name: str) -> str | None:
     return _NAMES[match[1].lower()] if match else None
 
 
-def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Path]]:
+def _files_of(directory: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files of triples in a directory."""
     labels = {path for kind in _LABELS for path in label_files(directory, kind)}
     there = (path for path in directory.iterdir() if path.is_file() and path not in labels)
     files = sorted(path for path in there if suffix_of(path) in suffixes)
-    named = [path for path in files if _split_of(path)]
-    if named:
+    if named := [path for path in files if _split_of(path)]:
         # Triples as text and as numbers side by side are the same data.
-        return _of_files([path for path in named if not has_numbers(path)] or named)
+        return [path for path in named if not has_numbers(path)] or named
     if files == [directory / "plan.txt"] and (directory / "config.yaml").is_file():
         raise DataError(
             f"{directory}: this is a run, not files of triples; name its folder store, or what its "
             "config.yaml has as data.path"
         )
     if len(files) == 1:
-        return {WHOLE: files}
+        return files
     if not suffixes:
         raise DataError(f"{directory}: its reader has no suffixes; name the files one by one")
     if not files and (directory / "train.npy").is_file():
@@ -105,41 +125,6 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
         f"{directory}: none of its {len(files)} files is named train, valid or test; "
         "name the files to read one by one"
     )
-
-
-def _of_files(paths: list[Path]) -> dict[str, list[Path]]:
-    splits: dict[str, list[Path]] = defaultdict(list)
-    for path in paths:
-        if path.is_dir():
-            raise DataError(f"{path}: is a directory; give one directory, or files only")
-        splits[_split_of(path) or WHOLE].append(path)
-    if WHOLE in splits and len(splits) > 1:
-        raise DataError(
-            f"{splits[WHOLE][0]}: not named train, valid or test, unlike the other files; "
-            "rename it or leave it out"
-        )
-    if WHOLE not in splits and "train" not in splits:
-        raise DataError(f"no train file among {', '.join(map(str, paths))}; name one train.*")
-    for split, files in splits.items():
-        _check_same_format(split, files)
-    return dict(splits)
-
-
-def _check_same_format(split: str, files: list[Path]) -> None:
-    """Check that the parts of a split share a format: train.txt and train.csv are the same data."""
-    if split == WHOLE:
-        return
-    stems = [Path(bare_name(path)).stem.lower() for path in files]
-    whole = [stem for stem in stems if stem in _NAMES]
-    same_data = len(whole) > 1 or len(set(stems)) < len(stems)
-    if same_data or len({Path(bare_name(path)).suffix for path in files}) > 1:
-        raise DataError(
-            f"more than one {split} file: {', '.join(map(str, files))}; name the ones to read"
-        )
-    if whole and len(files) > 1:
-        raise DataError(
-            f"{split} both whole and in parts: {', '.join(map(str, files))}; name the ones to read"
-        )
 
 
 def has_numbers(path: Path) -> bool:

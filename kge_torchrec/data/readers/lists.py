@@ -7,9 +7,7 @@ item_id,genre,year               other columns: the features are "genre=comedy" 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,18 @@ import pyarrow.compute as pc
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import WEIGHT
 from kge_torchrec.data.readers.columns import Columns
-from kge_torchrec.data.readers.delimited import first_row, open_delimited
-from kge_torchrec.data.readers.fields import TEXT, Block, LabelFiles, Table, batches_of
+from kge_torchrec.data.readers.delimited import open_delimited
+from kge_torchrec.data.readers.fields import (
+    TEXT,
+    Block,
+    LabelFile,
+    LabelFiles,
+    Table,
+    batches_of,
+    place_among,
+)
 from kge_torchrec.data.readers.files import label_files
-from kge_torchrec.data.readers.label_files import LabelFile
-from kge_torchrec.data.readers.tables import open_parquet, parquet_names
+from kge_torchrec.data.readers.tables import open_parquet
 from kge_torchrec.errors import DataError
 
 
@@ -42,11 +47,7 @@ def read_list(table: Table, labels: LabelFiles | None = None) -> pa.Table:
 
 
 def read_types(path: Path, labels: LabelFiles | None = None) -> pa.Table:
-    """Return the columns entity and type of a file of such pairs.
-
-    Raises:
-        DataError: The file is missing or empty, or a row has no entity or no type.
-    """
+    """Return the columns entity and type of a file of such pairs."""
     return read_list(open_list(path, Columns(("entity", "type"), (), key="")), labels)
 
 
@@ -67,18 +68,8 @@ def read_features(
     Raises:
         DataError: The file is missing or empty, or a row has no entity, feature or weight.
     """
-    columns = Columns(
-        ("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), entities=entities or {}, key=""
-    )
-    is_parquet = path.suffix.lower() == ".parquet"
-    names: list[str] = []
-    if path.is_file():
-        names = parquet_names(path) if is_parquet else first_row(path, columns, DataConfig())
-    ends = [name for name in names if columns.means(name, "entity")]
-    if ends and not any(columns.means(name, "feature") for name in names):
-        rest = [name for name in names if not columns.means(name, "entity_type")]
-        others = [name for name in rest if name not in ends]
-        columns = replace(columns, required=("entity",), optional=("entity_type",), others=others)
+    optional = WEIGHT, "entity_type"
+    columns = Columns(("entity", "feature"), optional, (WEIGHT,), entities=entities or {}, key="")
     table = open_list(path, columns)
     if notes is not None:
         notes.extend(table.notes)
@@ -99,15 +90,10 @@ def _melted(table: Table) -> Table:
                 own = {x: cells[x].take(pa.array(rows)) for x in table.found.places.values()}
                 parts = pa.scalar(name, TEXT), text.take(pa.array(rows)), pa.scalar("=", TEXT)
                 own[-1] = pc.binary_join_element_wise(*parts)
-                yield own, partial(_place, place, rows)
+                yield own, place_among(place, rows)
 
     found = table.found._replace(places={**table.found.places, "feature": -1}, others={})
-    columns = replace(table.columns, required=("entity", "feature"))
-    return table._replace(columns=columns, found=found, blocks=blocks())
-
-
-def _place(place: Callable[[int], str], rows: np.ndarray, row: int) -> str:
-    return place(int(rows[row]))
+    return table._replace(found=found, blocks=blocks())
 
 
 def find_labels(data: DataConfig, folder: Path | None, notes: list[tuple[str, str]]) -> LabelFiles:
@@ -125,17 +111,15 @@ def find_labels(data: DataConfig, folder: Path | None, notes: list[tuple[str, st
         if path != Path("none"):
             if not path.is_file():
                 raise DataError(f"data.labels.{kind}: {path}: no such file")
-            files[kind] = LabelFile(path, *_ids(path, data), named is not None, notes)
+            files[kind] = LabelFile(f"{path}", *_ids(path, data), named is not None, notes)
     return files
 
 
 def _ids(path: Path, data: DataConfig) -> tuple[pa.Array, pa.Array]:
     """Return the ids and the labels of a file."""
-    options = data.labels
-    given = {"id": options.id_column, "label": options.label_column}
+    given = {"id": data.labels.id_column, "label": data.labels.label_column}
     places = {role: place for role, place in given.items() if place is not None}
-    columns = Columns(("id", "label"), (), places=places, key="data.labels")
-    table = open_list(path, columns)
+    table = open_list(path, Columns(("id", "label"), (), places=places, key="data.labels"))
     read = read_list(table).combine_chunks()
     ids, labels = (read[name].chunk(0) for name in ("id", "label"))
     if table.found.by_order:

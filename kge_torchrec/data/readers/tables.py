@@ -20,31 +20,21 @@ BATCH_ROWS = 1 << 20
 InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]
 
 
-def parquet_names(path: Path) -> list[str]:
-    """Return the names of the columns of a Parquet file."""
-    return _opened(path).schema_arrow.names
-
-
-def _opened(path: Path) -> Any:
-    import pyarrow.parquet as pq  # starts threads
-
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
-
-
 def open_parquet(path: Path, columns: Columns) -> Table:
     """Open a Parquet file, whose columns are found by their names.
 
     Raises:
         DataError: Columns are missing or unclear, or it is no Parquet file.
     """
-    file = _opened(path)
+    import pyarrow.parquet as pq  # starts threads
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
     total = file.metadata.num_rows
     if not total:
         raise no_rows(path, columns)
-    names = file.schema_arrow.names
 
     def batches(used: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
@@ -58,7 +48,7 @@ def open_parquet(path: Path, columns: Columns) -> Table:
         if rows != total:
             raise DataError(f"{path}: announces {total} rows, but {rows} are there")
 
-    return open_named(str(path), names, batches, columns, "row", 1)
+    return open_named(str(path), file.schema_arrow.names, batches, columns, "row", 1)
 
 
 def open_named(
@@ -82,37 +72,33 @@ def open_named(
     if not columns.is_given and not (as_named and len(found.places) == len(names)):
         remedy = f"; {columns.key} ROLE=COLUMN,... reads others" if columns.key else ""
         notes.append((source, f"columns are read as {found}{remedy}"))
-    used = dict.fromkeys([*found.places.values(), *found.others.values()])
+    used = {at: names[at] for at in (*found.places.values(), *found.others.values())}
 
     def blocks() -> Iterator[Block]:
         start = first
-        for batch in batches([names[at] for at in used]):
-            for name in (names[at] for at in used):
+        for batch in batches([*used.values()]):
+            for name in used.values():
                 if (count := batch.schema.names.count(name)) != 1:
                     raise DataError(f"{source}: {count} columns have the name {name!r}")
 
             def place(at: int, start: int = start) -> str:
                 return f"{source}: {row} {start + at}"
 
-            yield {at: batch.column(names[at]) for at in used}, place
+            yield {at: batch.column(name) for at, name in used.items()}, place
             start += batch.num_rows
 
     return Table(source, columns, found, blocks(), notes)
 
 
 def open_batches(
-    source: str,
-    batches: Iterator[pa.RecordBatch],
-    columns: Columns,
-    row: str = "triple",
-    first: int = 0,
+    source: str, batches: Iterator[pa.RecordBatch], columns: Columns, *count: Any
 ) -> Table:
     """Open a table by its batches, the first of which has its names; else as `open_named`."""
     start = next(batches, None)
     if start is None:
         raise DataError(f"{source} gave no triples")
     rows = chain([start], batches)
-    return open_named(source, start.schema.names, lambda _: rows, columns, row, first)
+    return open_named(source, start.schema.names, lambda _: rows, columns, *count)
 
 
 def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:

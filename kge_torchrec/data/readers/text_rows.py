@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,8 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.readers.fields import TEXT, Block
-from kge_torchrec.data.streams import open_bytes, text_lines, unreadable
+from kge_torchrec.data.streams import lines as numbered_lines
+from kge_torchrec.data.streams import open_bytes, unreadable
 from kge_torchrec.errors import DataError
 
 SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "blanks": " "}
@@ -26,7 +26,7 @@ _IN_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20
-SAMPLE_BYTES = 1 << 20  # of the first lines, and of what is decoded at a time
+SAMPLE_BYTES = 1 << 20  # of the first lines
 
 Row = tuple[int, list[str]]  # the number of its last line, and its fields
 
@@ -40,6 +40,7 @@ class Text:
     quoted: bool = False  # whether quotes around a field may hold separators and line ends
     comments: str = ""  # the start of lines that are left out
     skip: int = 0  # lines before the rows
+    squeeze: bool = False  # whether several blanks or tabs are one blank
     has_keys: bool = True  # whether keys of the config act on the file, as on files of triples
 
     @property
@@ -56,17 +57,16 @@ class Text:
         Raises:
             csv.Error: With ``strict``, quotes that are not closed or that text follows.
         """
-        number = 0
+        number, gap = 0, None if self.separator == " " else self.separator
 
         def kept() -> Iterator[str]:
             nonlocal number
             for line in lines:
                 number += 1
                 is_comment = self.comments and line.startswith(self.comments)
-                if number > self.skip and line and not is_comment:
+                if number > self.skip and not is_comment and (line if gap else line.strip()):
                     yield line + "\n"
 
-        gap = None if self.separator == " " else self.separator
         rows: Iterable[list[str]] = (line[:-1].split(gap) for line in kept())
         if self.quoted:
             rows = csv.reader(kept(), delimiter=self.separator, strict=strict)
@@ -80,9 +80,8 @@ class Text:
             yield from self.rows((line.removesuffix("\n") for line in text), strict)
 
     def line_of(self, row: int) -> int:
-        """Return the line of a row by pyarrow's number, which counts comments, not blank lines."""
-        rows = replace(self, comments="").all_rows()
-        return next(islice(rows, row - self.skip - 1, None), (row, []))[0]
+        """Return the line of a row by pyarrow's number, which does not count blank lines."""
+        return next(islice(self.all_rows(), row - self.skip - 1, None), (row, []))[0]
 
     def check_quotes(self) -> None:
         """Raise DataError for a quote that is not closed, or that text follows."""
@@ -116,7 +115,6 @@ def read_rows(
     width: int,
     used: Sequence[int],
     leave_out: Callable[[arrow_csv.InvalidRow], object],
-    squeeze: bool = False,
 ) -> Iterator[Block]:
     """Yield columns as text, by position, and what returns file and line of a row.
 
@@ -126,7 +124,6 @@ def read_rows(
         used: Positions of the columns to read, ascending.
         leave_out: Takes a row with another number of columns, and raises DataError unless it is to
             be left out.
-        squeeze: Whether several blanks or tabs separate fields as one blank does.
 
     Raises:
         DataError: Such a row is wrong, or the file is damaged.
@@ -147,7 +144,7 @@ def read_rows(
     try:
         with open_bytes(text.path) as file:
             batches = arrow_csv.open_csv(
-                _Checked(file, squeeze),
+                _Cleaned(file, text),
                 # With threads, rows would have no numbers.
                 read_options=arrow_csv.ReadOptions(
                     column_names=[str(at) for at in range(width)],
@@ -178,7 +175,7 @@ def read_rows(
                     dict(zip(used, batch.columns, strict=True)),
                     partial(_place, text, first, gaps),
                 )
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+    except pa.ArrowInvalid as error:
         raise _damage(text, wrong, error) from None
     except OSError as error:
         raise unreadable(text.path, error) from error
@@ -191,38 +188,56 @@ def _place(text: Text, first: int, gaps: Sequence[int], row: int) -> str:
     return f"{text.path}:{text.line_of(number)}"
 
 
-class _Checked:
-    """A file for pyarrow, which raises UnicodeDecodeError for bytes that are no UTF-8.
+class _Cleaned:
+    """A file for pyarrow without comments, and with one blank for each gap if `Text.squeeze`.
 
-    pyarrow would notice them too late: it decodes a row to say that its number of columns is wrong.
-    With ``squeeze``, there is one blank between fields where the file has several, or tabs.
+    Bytes that are no UTF-8 raise DataError.  pyarrow would notice them too late: it decodes a row
+    to say that its number of columns is wrong.
     """
 
     closed = False
 
-    def __init__(self, stream: IO[bytes], squeeze: bool):
-        self._stream, self._squeeze, self._rest = stream, squeeze, b""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+    def __init__(self, stream: IO[bytes], text: Text):
+        self._stream, self._text, self._rest, self._number = stream, text, b"", 1
+        start = re.escape(text.comments.encode())
+        line = rb"(?<![^\r\n])(?:\xef\xbb\xbf)?" + start + rb"[^\r\n]*"
+        self._comment = re.compile(line) if start else None
 
     def read(self, size: int) -> bytes:
+        """Return whole lines, about so many bytes."""
         while True:
-            block = self._stream.read(max(1, size - len(self._rest)))
-            self._check(block)
-            if not self._squeeze:
-                return block
-            lines, end, rest = (self._rest + block).rpartition(b"\n")
-            self._rest = rest if block else b""
-            lines = lines if block else lines + end + rest
-            text = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end * bool(block)
-            if text or not block:
-                return text
+            block = self._stream.read(size)
+            lines = self._rest + block
+            end = lines.rfind(b"\n") + 1 if block else len(lines)
+            lines, self._rest = lines[:end], lines[end:]
+            if not lines.isascii():
+                self._check(lines)
+            self._number += lines.count(b"\n")
+            lines = self._clean(lines)
+            if lines or not block:
+                return lines
 
-    def _check(self, block: bytes) -> None:
-        if block.isascii() and not self._decoder.getstate()[0]:
-            return
-        for start in range(0, len(block), SAMPLE_BYTES):
-            self._decoder.decode(block[start : start + SAMPLE_BYTES])
-        self._decoder.decode(b"", not block)
+    def _check(self, lines: bytes) -> None:
+        try:
+            lines.decode()
+        except UnicodeDecodeError as error:
+            number = self._number + lines.count(b"\n", 0, error.start)
+            place = error.start - lines.rfind(b"\n", 0, error.start)
+            raise DataError(
+                f"{self._text.path}:{number}: invalid UTF-8 (byte 0x{lines[error.start]:02x} at "
+                f"position {place} of the line); convert the file to UTF-8"
+            ) from error
+
+    def _clean(self, lines: bytes) -> bytes:
+        if self._comment is not None:
+            lines = self._comment.sub(b"", lines)
+        if self._text.squeeze:
+            lines = b"\n" + lines.replace(b"\t", b" ")
+            for gap in (b"  ", b"\n ", b" \n", b" \r"):
+                while gap in lines:
+                    lines = lines.replace(gap, gap.replace(b" ", b"", 1))
+            lines = lines[1:]
+        return lines
 
     def close(self) -> None:
         """Close nothing: the caller closes the stream."""
@@ -233,12 +248,11 @@ def _damage(text: Text, wrong: DataError | None, error: Exception) -> DataError:
     try:
         if text.quoted:
             text.check_quotes()
-        for number, line in () if wrong else text_lines(text.path):
-            if len(line) > BLOCK_BYTES // 4:
-                return DataError(
-                    f"{text.path}:{number}: a line of {len(line):,} characters; is a line end "
-                    "missing?"
-                )
     except DataError as found:
         return found
+    for number, line in () if wrong else numbered_lines(text.path):
+        if len(line) > BLOCK_BYTES // 4:
+            wrong = DataError(
+                f"{text.path}:{number}: a line of {len(line):,} bytes; is a line end missing?"
+            )
     return wrong or DataError(f"{text.path}: {error}")

@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
-from itertools import count
-from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.errors import DataError
 
-Test: TypeAlias = Callable[[Mapping[str, pa.Array]], pa.Array]
-
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: pc.equal,
-    ast.NotEq: pc.not_equal,
-    ast.Lt: pc.less,
-    ast.LtE: pc.less_equal,
-    ast.Gt: pc.greater,
-    ast.GtE: pc.greater_equal,
-    ast.In: lambda column, values: pc.is_in(column, value_set=values),
-    ast.NotIn: lambda column, values: pc.invert(pc.is_in(column, value_set=values)),
-}
+_COMPARE = {
+    ast.Eq: pc.equal, ast.NotEq: pc.not_equal, ast.Lt: pc.less, ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater, ast.GtE: pc.greater_equal, ast.In: pc.is_in, ast.NotIn: pc.is_in,
+}  # fmt: skip
 
 
 class Where:
@@ -44,20 +34,23 @@ class Where:
 
     def __init__(self, text: str):
         self._text = text
-        self._quoted = re.findall("`([^`]+)`", text)
-        self.names: list[str] = []
+        quoted = re.findall("`([^`]+)`", text)
+        plain = iter(range(len(quoted)))
+        python = re.sub("`[^`]+`", lambda _: f"_{next(plain)}_", text)
         try:
-            numbers = count()
-            plain = re.sub("`[^`]+`", lambda _: f"_{next(numbers)}_", text)
-            self._test = self._test_of(ast.parse(plain.strip(), mode="eval").body)
-        except SyntaxError as error:
-            raise self._wrong(error.msg) from None
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise self._wrong(str(error)) from None
+            self._tree = ast.parse(python.strip(), mode="eval").body
+            columns = [node for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
+            for column in columns:
+                if re.fullmatch("_[0-9]+_", column.id):
+                    column.id = quoted[int(column.id[1:-1])]
+            self.names = [column.id for column in columns]
+            self(dict.fromkeys(self.names, pa.array([], pa.large_string())))
+        except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            raise self._wrong(getattr(error, "msg", str(error))) from None
 
     def __call__(self, columns: Mapping[str, pa.Array]) -> pa.Array:
         """Return for which rows it holds, as booleans; an empty cell is neither above nor below."""
-        return pc.fill_null(self._test(columns), False)
+        return pc.fill_null(self._test(self._tree, columns), False)
 
     def _wrong(self, why: str) -> DataError:
         return DataError(
@@ -65,39 +58,37 @@ class Where:
             "rating >= 4 and kind in ['buy', 'view']"
         )
 
-    def _test_of(self, node: ast.AST) -> Test:
+    def _test(self, node: ast.AST, columns: Mapping[str, pa.Array]) -> pa.Array:
         if isinstance(node, ast.BoolOp):
-            tests = [self._test_of(part) for part in node.values]
             join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
-            return lambda columns: reduce(join, (test(columns) for test in tests))
+            return reduce(join, [self._test(part, columns) for part in node.values])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            test = self._test_of(node.operand)
-            return lambda columns: pc.invert(test(columns))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Name):
-            return self._compared(node.left.id, type(node.ops[0]), node.comparators[0])
-        raise ValueError(f"{ast.unparse(node)!r} compares no column with a value")
-
-    def _compared(self, name: str, operator: type, node: ast.AST) -> Test:
-        if quoted := re.fullmatch("_([0-9]+)_", name):
-            name = self._quoted[int(quoted[1])]
-        several = isinstance(node, ast.List | ast.Tuple)
-        if not several and not isinstance(node, ast.Constant | ast.UnaryOp):
-            raise ValueError(f"{ast.unparse(node)!r} is no number and no text")
-        value = ast.literal_eval(node)
-        values = [*value] if several else [value]
-        is_text = all(isinstance(part, str) for part in values)
-        is_number = all(type(part) in (int, float) for part in values)
-        is_in = operator in (ast.In, ast.NotIn)
-        if not values or not (is_text or is_number) or operator not in _COMPARE or several != is_in:
-            raise ValueError(f"{ast.unparse(node)!r} is no number, no text and no list of them")
-        self.names.append(name)
-        kind = pa.large_string() if is_text else pa.float64()
-        constant = pa.array(values, kind) if several else value
-
-        def test(columns: Mapping[str, pa.Array]) -> pa.Array:
-            return _COMPARE[operator](self._typed(name, columns[name], kind), constant)
-
-        return test
+            return pc.invert(self._test(node.operand, columns))
+        if not (
+            isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Name)
+            and len(node.ops) == 1
+            and type(node.ops[0]) in _COMPARE
+        ):
+            raise ValueError(f"{ast.unparse(node)!r} compares no column with a value")
+        operator, name = node.ops[0], node.left.id
+        is_in = isinstance(operator, ast.In | ast.NotIn)
+        try:
+            value = ast.literal_eval(node.comparators[0])
+        except ValueError:
+            value = None
+        values = value if is_in else [value]
+        kinds = {type(part) for part in values} if isinstance(values, list | tuple) else set()
+        if kinds != {str} and not (kinds and kinds <= {int, float}):
+            raise ValueError(
+                f"{ast.unparse(node.comparators[0])!r} is no number, no text and no list of them"
+            )
+        kind = pa.large_string() if kinds == {str} else pa.float64()
+        column = self._typed(name, columns[name], kind)
+        if not is_in:
+            return _COMPARE[type(operator)](column, value)
+        known = pc.is_in(column, value_set=pa.array(values, kind))
+        return known if isinstance(operator, ast.In) else pc.invert(known)
 
     def _typed(self, name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
         """Return a column as text, or as numbers with null for an empty cell."""
