@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -191,7 +190,7 @@ def batch(**columns):
     return pa.record_batch(list(columns.values()), list(columns))
 
 
-TEXT, IDS = pa.array(["a", "b"]), pa.array([0, 1], pa.int32())
+TEXT = pa.array(["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -208,9 +207,7 @@ TEXT, IDS = pa.array(["a", "b"]), pa.array([0, 1], pa.int32())
         (batch(head=TEXT, relation=TEXT), ": 2 columns: .*no column stands for the tail"),
         (batch(head=TEXT, relation=TEXT, tail=pa.array([["a"], ["b"]])), "the tail is no text"),
         ([("a", "r", "b")], "no record batch"),
-        *((batch(head=IDS.cast(kind), relation=TEXT, tail=TEXT),
-           f" gave the column head as {re.escape(str(kind))}.*look up the labels")
-          for kind in (pa.int64(), pa.float32(), pa.decimal128(12))),
+        (batch(head=pa.array([0.0, 1.0]), relation=TEXT, tail=TEXT), "number with a fraction"),
     ],
 )  # fmt: skip
 def test_invalid_batches_of_a_reader_are_rejected(tmp_path, monkeypatch, invalid, problem):
