@@ -288,15 +288,16 @@ def penalty_of_rows(config: Config, rows: Tensor, is_relation: bool = False) -> 
     is_complex = config.model.scorer in (of_both if is_relation else of_entities)
     if config.model.biases and not is_relation:
         rows = rows[..., :-2]
-    total = config.loss.n3 * cubed(rows, is_complex) + config.loss.regularizers.get(
-        "l2", 0.0
-    ) * rows.square().sum(-1)
-    for name, options in config.loss.regularizers.items():
-        if name in ("n3", "lp"):
-            weight = options["weight"]
-            if is_relation:
-                weight = options.get("relation_weight", weight)
-            total = total + weight * powers(rows, is_complex, options.get("p", 3))
+    weights = {"n3": config.loss.n3, **config.loss.regularizers}
+    total = torch.zeros(rows.shape[:-1], dtype=rows.dtype)
+    for name, weight in weights.items():
+        if isinstance(weight, dict) and name in ("n3", "l2"):
+            key = "relation_weight" if is_relation and "relation_weight" in weight else "weight"
+            weight = weight[key]
+        if name == "n3":
+            total = total + weight * cubed(rows, is_complex)
+        if name == "l2":
+            total = total + weight * rows.square().sum(-1)
     return total
 
 
@@ -350,10 +351,5 @@ def ivr(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
 
 def cubed(rows: Tensor, is_complex: bool) -> Tensor:
     """Sum of |x|^3."""
-    return powers(rows, is_complex, 3)
-
-
-def powers(rows: Tensor, is_complex: bool, exponent: float) -> Tensor:
-    """Sum of |x|^p."""
     modulus = rows.unflatten(-1, (-1, 2)).norm(dim=-1) if is_complex else rows.abs()
-    return modulus.pow(exponent).sum(-1)
+    return modulus.pow(3).sum(-1)

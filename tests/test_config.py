@@ -235,8 +235,6 @@ WRONG = [
      "model.options.block must be an integer >= 1, got 0"),
     ("loss.options.answers: max", "loss.options.answers must be one of mean, sum, got 'max'"),
     ("loss.options.smoothing: libkge", "loss.options.smoothing: libkge acts only with label smoo"),
-    ("loss.regularizers: {lp: {weight: 1, p: 0.5}}",
-     "loss.regularizers.lp.p must be a number >= 1, got 0.5"),
     ("loss.regularizers: {ivr: {alpha: 0.9}}",
      "loss.regularizers.ivr.alpha must be a number >= 1, got 0.9"),
     ("loss.regularizers: {ivr: {lambda1: -1}}",

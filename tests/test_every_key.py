@@ -148,7 +148,6 @@ CASES = [
     case("loss.n3", 0.0, 0.1, "table", "scorer", **ONE_STEP),
     *(case("loss.regularizers", one, other, "table", "scorer", **ONE_STEP)
       for one, other in (({}, {"l2": 0.1}), ({}, {"dura": 0.1}),
-                         ({"lp": {"weight": 0.1}}, {"lp": {"weight": 0.1, "p": 2.0}}),
                          ({"ivr": IVR}, {"ivr": {**IVR, "alpha": 2.0}}))),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     # negatives

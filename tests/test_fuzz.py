@@ -32,7 +32,7 @@ ODD = [
     float("inf"), "", " ", "a", "null", "~", "1e3", "0x10", "é", "\U0001f600", "a\nb", "../..", "/",
     "-1", "--", "[", "{", "*a", "&a", "!!python/object:os.system", "m:C", "kge_torchrec:train",
     "foreign_parts:Words", ":", ".", "2024-01-01", "2024-99-99", [], [1], [1, 2, 3], [[]], {},
-    {"a": 1}, {"p": 1, "q": 1}, {"weight": -1}, {"n3": 0.1}, {"dura": None}, {"lp": {"p": 0}},
+    {"a": 1}, {"p": 1, "q": 1}, {"weight": -1}, {"n3": 0.1}, {"dura": None}, {"l2": {"p": 0}},
     "x" * 5000, b"\xff\x00",
 ]  # fmt: skip
 NAMES = [name for kind in KINDS.values() for name in kind.ours] + [

@@ -99,7 +99,7 @@ KINDS = {
     "regularizer": Kind(
         "loss.regularizers",
         "kge_torchrec.models.regularizers:Regularizer",
-        _classes("models.regularizers:", n3="N3", l2="L2", lp="Lp", dura="DURA", ivr="IVR"),
+        _classes("models.regularizers:", n3="N3", l2="L2", dura="DURA", ivr="IVR"),
     ),
     "table_optimizer": Kind(
         "train.optimizer",

@@ -2,11 +2,10 @@
 
     N3    Lacroix et al. 2018         sum |x|^3
     L2                                sum x^2
-    Lp                                sum |x|^p
     DURA  Zhang, Cai and Wang 2020    |q(h, r)|^2 + |t|^2 + |q'(t, r)|^2 + |h|^2
     IVR   Xiao and Cao 2024           norms of all intermediate variables of the score
 
-The first three penalize each row on its own; for complex numbers |x| is the modulus. DURA and IVR
+The first two penalize each row on its own; for complex numbers |x| is the modulus. DURA and IVR
 penalize a triple.
 
 Shapes: D elements per row, of an entity or a relation.
@@ -67,58 +66,36 @@ class Regularizer:
 class N3(Regularizer):
     """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, with moduli for complex numbers."""
 
-    p = 3.0
-
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        if self.p == 2:  # squares of moduli are sums of squares
-            return rows.square().sum(-1)
-        return _Powers.apply(rows, self.p) if is_complex else rows.abs().pow(self.p).sum(-1)
+        return _CubedModuli.apply(rows) if is_complex else rows.abs().pow(3.0).sum(-1)
 
 
-class L2(N3):
+class L2(Regularizer):
     """Sum of squares."""
 
-    p = 2.0
+    def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
+        return rows.square().sum(-1)
 
 
-class Lp(N3):
-    """Sum of |x|^p, with moduli for complex numbers."""
-
-    @dataclass(frozen=True)
-    class Options(Regularizer.Options):
-        """The weights and the exponent."""
-
-        p: Annotated[float, Check("a number >= 1", lambda p: p >= 1)] = 3.0
-        """Exponent, at least 1."""
-
-    def __init__(self, *values: Any, **options: Any):
-        super().__init__(*values, **options)
-        self.p = self.options.p
-
-
-class _Powers(torch.autograd.Function):
-    """The sum over complex numbers of |z|^p, with the gradient p |z|^(p - 2) z.
+class _CubedModuli(torch.autograd.Function):
+    """The sum over complex numbers of |z|^3, with the gradient 3 |z| z.
 
     This takes fewer passes than differentiating through the real and imaginary parts.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
         real, imaginary = rows.unflatten(-1, (-1, 2)).unbind(-1)
-        # Avoids 0 to a negative power; the gradient at z = 0 is 0 because z multiplies it.
-        squares = real.square().addcmul_(imaginary, imaginary).add_(1e-30)
-        ctx.save_for_backward(rows, squares)
-        ctx.p = p
-        # N3, p = 3, takes a third of the time of the general case.
-        return (squares * squares.sqrt() if p == 3 else squares.pow(p / 2)).sum(-1)
+        squares = real.square().addcmul_(imaginary, imaginary)
+        moduli = squares.add_(1e-30).sqrt()
+        ctx.save_for_backward(rows, moduli)
+        return (squares * moduli).sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows, squares = ctx.saved_tensors
-        power = squares.sqrt() if ctx.p == 3 else squares.pow(ctx.p / 2 - 1)
-        gradient = power * (ctx.p * grad)[..., None]
-        numbers = rows.unflatten(-1, (-1, 2))
-        return (numbers * gradient[..., None]).flatten(-2), None
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        rows, moduli = ctx.saved_tensors
+        gradient = moduli * (3.0 * grad)[..., None]
+        return (rows.unflatten(-1, (-1, 2)) * gradient[..., None]).flatten(-2)
 
 
 class TripleRegularizer(Regularizer):
@@ -216,7 +193,7 @@ class IVR(TripleRegularizer):
         if scorer.part_size is None:
             raise ConfigError(
                 f"{key}: IVR takes distmult, complex, qmult and quate, not "
-                f"{scorer.name or scorer.__name__}; use n3, dura or lp"
+                f"{scorer.name or scorer.__name__}; use n3 or dura"
             )
 
     def penalty_of_triples(
@@ -259,28 +236,25 @@ class Regularizers:
 
     def of_entities(self, scorer: Scorer, rows: Tensor) -> Tensor:
         """Return the weighted penalties of entity rows as stored: (..., D) -> (...)."""
-        out = torch.zeros(rows.shape[:-1], device=rows.device)
-        factors = scorer.split_biases(rows)[0]
-        for weight, part in self.on_entities:
-            out = out + weight * part.penalty(factors, scorer.is_complex)
-        return out
+        factors, is_complex = scorer.split_biases(rows)[0], scorer.is_complex
+        each = (weight * part.penalty(factors, is_complex) for weight, part in self.on_entities)
+        return sum(each, rows.new_zeros(rows.shape[:-1]))
 
     def of_relations(self, scorer: Scorer, relation: Tensor, side: Side) -> Tensor:
         """Return the weighted penalties of the rows of queries' relation ids: (...) -> (...)."""
-        out = torch.zeros(relation.shape, device=relation.device)
         factors = lookup(scorer.relations, scorer.direct(relation, side)[0])
-        for weight, part in self.on_relations:
-            out = out + weight * part.penalty(factors, scorer.relation_is_complex)
-        return out
+        is_complex = scorer.relation_is_complex
+        each = (weight * part.penalty(factors, is_complex) for weight, part in self.on_relations)
+        return sum(each, factors.new_zeros(relation.shape))
 
     def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
         """Return the weighted penalties (...) of triples; arguments as ``penalty_of_triples``."""
-        out = torch.zeros(relation.shape, device=anchor.device)
-        for weight, part in self.on_triples:
-            out = out + weight * part.penalty_of_triples(scorer, anchor, relation, answer, side)
-        return out
+        triples = anchor, relation, answer, side
+        each = (weight * part.penalty_of_triples(scorer, *triples)
+                for weight, part in self.on_triples)  # fmt: skip
+        return sum(each, anchor.new_zeros(relation.shape))
 
 
 def build_regularizers(config: LossConfig) -> Regularizers:

@@ -61,7 +61,7 @@ WRONG = [
     ({"loss.name": SQUARED, "loss.options": {"rest": 0}}, "loss.options.rest must be > 0, got 0"),
     ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "1vsall"},
      "loss.name: .*NoForms has no closed form .* use negatives.regime sampled or kvssample"),
-    ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2, lp, d"),
+    ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2, dura"),
     ({"loss.regularizers": {LP: None}}, "has no value; give its weight"),
     ({"loss.regularizers": {LP: {"q": 1}}}, "Lp.q is no option of Lp, which has weight, rel"),
     ({"negatives.sampling": "unifrom"}, "did you mean 'uniform'"),

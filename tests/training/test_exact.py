@@ -122,7 +122,7 @@ RUNS = {
     # penalties and biases
     "rote": ("small", {"model__scorer": "rote", **ONE, **BIASED, "loss__regularizers__l2": 0.02}),
     "roth": ("small", {**BIASED, "model__scorer": "roth", "loss__regularizers":
-                       {"lp": {"weight": 0.02, "p": 1.5, "relation_weight": 0.05}}}),
+                       {"l2": {"weight": 0.02, "relation_weight": 0.05}}}),
     "dura of heads": ("small", {**BIASED, **ONE, **DURA, "negatives__sides": "head",
                                 "negatives__filtered": True}),
     "1vsall dura": ("small", {**FULL, **BIASED, **DURA}),
