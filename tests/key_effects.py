@@ -232,7 +232,7 @@ class Effects:
 
         def record(kind, sizes, mesh_dim_names):
             arguments.append(sizes)
-            return SimpleNamespace(ndim=len(sizes), device_type=kind)
+            return SimpleNamespace(ndim=len(sizes), shape=sizes, device_type=kind)
 
         with patch.object(dense, "init_device_mesh", record):
             dense.dense_wrapper(self.config.dense, replace(self.ranks, world_size=4))

@@ -35,6 +35,7 @@ class DenseWrapper:
     """The wrapper of a single rank, and the base class of the other wrappers."""
 
     name = "none"
+    title = "one rank"  # what ``describe`` says of it
     frozen: FrozenDense | None = None  # rows that no step changes, see ``training.start``
 
     def wrap(self, model: KGEModel) -> nn.Module:
@@ -100,14 +101,11 @@ class DenseWrapper:
 
     def describe(self) -> str:
         """Describe in readable text what each rank holds of each parameter."""
-        lines = [f"dense parameters: {self._title()}"]
+        lines = [f"dense parameters: {self.title}"]
         for name, parameter in self.objective.named_parameters():
             size = " x ".join(f"{n:,}" for n in parameter.shape)
             lines.append(f"  objective.{name}: {size}{self._place(parameter)}")
         return "\n".join(lines)
-
-    def _title(self) -> str:
-        return "one rank"
 
     def _place(self, parameter: nn.Parameter) -> str:
         return ""
@@ -120,6 +118,7 @@ class Replicated(DenseWrapper):
 
     def __init__(self, processes: Processes):
         self.processes = processes
+        self.title = f"ddp, all of them on each of {processes.world_size} ranks"
 
     def wrap(self, model: KGEModel) -> nn.Module:
         super().wrap(model)
@@ -142,9 +141,6 @@ class Replicated(DenseWrapper):
     def _rows_of(self, name: str, tensor: Tensor) -> Rows:
         return Rows(name, tensor.detach(), is_replica=not self.processes.is_first)
 
-    def _title(self) -> str:
-        return f"ddp, all of them on each of {self.processes.world_size} ranks"
-
 
 class Sharded(DenseWrapper):
     """The fsdp and hybrid wrappers: FSDP2 (``fully_shard``) of the whole objective.
@@ -158,6 +154,10 @@ class Sharded(DenseWrapper):
     def __init__(self, mesh: DeviceMesh, frees_between: bool, offload: bool):
         self.mesh, self._frees_between, self._offload = mesh, frees_between, offload
         self.name = "fsdp" if mesh.ndim == 1 else "hybrid"
+        order = "replicas x parts, " if mesh.ndim == 2 else ""
+        words = ["full" if frees_between else "grad_op", *["in main memory"] * offload]
+        sizes = " x ".join(map(str, mesh.shape))
+        self.title = f"{self.name}, {', '.join(words)}, ranks {order}{sizes}"
 
     def wrap(self, model: KGEModel) -> nn.Module:
         super().wrap(model)
@@ -206,13 +206,6 @@ class Sharded(DenseWrapper):
         first = self._rows(tensor.shape[0])[self.mesh.get_local_rank("shard")].start
         is_replica = self.mesh.ndim == 2 and self.mesh.get_local_rank("replicate") > 0
         return Rows(name, local_part(tensor.detach()), first, is_replica)
-
-    def _title(self) -> str:
-        sizes = " x ".join(str(n) for n in self.mesh.shape)
-        sharding = "full" if self._frees_between else "grad_op"
-        offload = ", in main memory" if self._offload else ""
-        order = "replicas x parts, " if self.mesh.ndim == 2 else ""
-        return f"{self.name}, {sharding}{offload}, ranks {order}{sizes}"
 
     def _place(self, parameter: nn.Parameter) -> str:
         rows = self._rows(parameter.shape[0])

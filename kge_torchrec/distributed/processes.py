@@ -265,9 +265,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def _explained(error: BaseException, timeout: float | None) -> str:
     """Return a message that says what has happened to another rank, and what to do.
 
-    Args:
-        error: The error of the collective.
-        timeout: Seconds that this rank has waited; None if a longer timeout would not help.
+    ``timeout`` are the seconds that this rank has waited; None if a longer one would not help.
     """
     resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
     if timeout is not None and re.search(_TIMED_OUT, str(error), re.IGNORECASE):
@@ -390,12 +388,9 @@ def _check_interfaces() -> None:
 
 
 def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> None:
-    """Wait until every rank has started.
+    """Wait until every rank has started; RankLost if one does not within the timeout.
 
     It polls the store instead of blocking in it, so that Ctrl-C works.
-
-    Raises:
-        RankLost: A rank did not start within the timeout.
     """
     store.set(f"rank-{rank}", "started")
     keys = [f"rank-{other}" for other in range(world)]

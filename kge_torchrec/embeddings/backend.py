@@ -39,6 +39,7 @@ class StepBoth:
     def __init__(self, table: Any, dense: Optimizer):
         self._table, self._dense = table, dense
         self.param_groups: list[dict[str, Any]] = [*table.param_groups, *dense.param_groups]
+        self._rates = [group["lr"] for group in self.param_groups]
 
     def zero_grad(self) -> None:
         self._table.zero_grad()
@@ -48,9 +49,17 @@ class StepBoth:
         self._dense.step()
         self._table.step()
 
+    def set_rate(self, factor: float) -> None:
+        """Multiply the learning rates of the start by a factor, from the next step on."""
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
 
 class EmbeddingBackend:
     """An entity table and a model around it, ready to train.  Engines are subclasses.
+
+    Collective: every rank makes one with the same config, entity tables, objective, function that
+    makes the optimizer of the dense parameters, and ranks.
 
     Attributes:
         model: Called as ``model(batch) -> (loss, detached metrics)``; holds lookups and scorer.
@@ -79,7 +88,6 @@ class EmbeddingBackend:
     layout: str
     gains_by_pipeline = False
     prepare: Callable[[SampledBatch], SampledBatch] | None = None
-    _base_rates: list[float]
 
     def fill_rows(self, seed: int) -> None:
         """Write the initial values of this rank's rows."""
@@ -97,15 +105,6 @@ class EmbeddingBackend:
         and another number of ranks.  Loading writes into the rows.
         """
         return [*self.table.state(), *self.dense.state(self.dense_optimizer)]
-
-    def keep_rates(self) -> None:
-        """Take the current learning rates as the base of ``set_learning_rate``."""
-        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-
-    def set_learning_rate(self, factor: float) -> None:
-        """Multiply the base learning rates of table and dense parameters from now on."""
-        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * factor
 
     def skip_step(self) -> None:
         """Discard a step.  Call it instead of ``optimizer.step`` if the gradients are unusable."""

@@ -63,15 +63,9 @@ class EntityShard:
 
     @torch.no_grad()
     def fetch(self, ids: Tensor) -> Tensor:
-        """Return the rows of global ids, on every rank.
+        """Return the rows (M, D) float32 of global ids (M,), on every rank and on ``device``.
 
         Collective: every rank passes the same ids.
-
-        Args:
-            ids: (M,) int64, on ``device``.
-
-        Returns:
-            (M, D) float32, on ``device``.
 
         Raises:
             IndexError: An id is outside [0, N).

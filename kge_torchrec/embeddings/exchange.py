@@ -66,7 +66,9 @@ def exchanged(
     dtype: str = "fp32",
     gradients: bool = False,
 ) -> Tensor:
-    """Send rows to their ranks and return those that arrive.  Collective.
+    """Send rows to their ranks and return those that arrive; a single rank's are the same.
+
+    Collective.
 
     Args:
         rows: (sum of ``send``, D) float32, grouped by destination.
@@ -79,6 +81,8 @@ def exchanged(
     Returns:
         (sum of ``receive``, D) float32, grouped by source.
     """
+    if len(send) == 1:
+        return rows
     data = rows if dtype == "fp32" else packed(rows, dtype, gradients)
     arrived = data.new_empty(sum(receive), *data.shape[1:])
     if dist.get_backend(group) == "gloo":

@@ -35,17 +35,7 @@ DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class HandrolledBackend(EmbeddingBackend):
-    """A backend whose lookups are a ``HandrolledLookup``.
-
-    Collective: every rank builds it with the same arguments.
-
-    Args:
-        config: The config of the run.
-        tables: The entity tables.
-        objective: Scorer and loss.
-        dense_optimizer: Builds the optimizer of the dense parameters.
-        processes: The ranks of the run.
-    """
+    """A backend whose lookups are a ``HandrolledLookup``."""
 
     def __init__(
         self,
@@ -71,7 +61,6 @@ class HandrolledBackend(EmbeddingBackend):
         self.model = self.dense.wrap(self.unwrapped_model)
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.parameters()))
         self.optimizer = StepBoth(self.table, self.dense_optimizer)
-        self.keep_rates()
         table = describe_rows(tables, processes.world_size, objective.scorer.row_dim, "hand-rolled")
         self.layout = f"{table}\n{self.dense.describe()}"
 
@@ -132,11 +121,11 @@ class HandrolledLookup(nn.Module):
             rows and their occurrences.
         """
         columns = [route.ids, route.occurrences] if self.counts_places else [route.ids]
-        requests = self._exchange(torch.stack(columns, dim=1), route.send, route.receive)
+        requests = exchanged(torch.stack(columns, dim=1), route.send, route.receive, self.group)
         requests[:, 0] -= self.table.first_row
         self.table.join()  # waiting only here overlaps the exchange of ids with the previous step
         rows = self.table.read(requests[:, 0])
-        rows = self._exchange(rows, route.receive, route.send, self.exchange_dtype)
+        rows = exchanged(rows, route.receive, route.send, self.group, self.exchange_dtype)
         return rows, requests
 
     def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
@@ -144,26 +133,13 @@ class HandrolledLookup(nn.Module):
 
         Collective.
         """
-        dtype = self.exchange_dtype
-        arrived = self._exchange(grad.contiguous(), route.send, route.receive, dtype, True)
+        ways = route.send, route.receive, self.group
+        arrived = exchanged(grad.contiguous(), *ways, self.exchange_dtype, gradients=True)
         if len(self.ranges) > 1:
             arrived.div_(len(self.ranges))
         places = requests[:, 1] if self.counts_places else None
         distinct = route.distinct and len(self.ranges) == 1
         self.table.add(RowGradients(requests[:, 0], arrived, places, distinct))
-
-    def _exchange(
-        self,
-        rows: Tensor,
-        send: list[int],
-        receive: list[int],
-        dtype: str = "fp32",
-        gradients: bool = False,
-    ) -> Tensor:
-        """Return ``exchanged`` rows, or those of a single rank as they are."""
-        if len(self.ranges) == 1:
-            return rows
-        return exchanged(rows, send, receive, self.group, dtype, gradients)
 
 
 class _Lookup(torch.autograd.Function):
@@ -208,14 +184,14 @@ def make_route(
     distinct: bool,
     occurrences: Tensor | None = None,
 ) -> Route:
-    """Make the route of ids.  Collective if there are several ranks.
+    """Make the route of ids (M,), ascending and on the CPU.  Collective if there are several ranks.
 
     Args:
-        ids: (M,) ascending, on the CPU; M may be 0.
+        ids: (M,); M may be 0.
         ranges: The rows of each rank.
         group: The ranks; None only for a single rank.
-        distinct: Whether every id occurs only once.
-        occurrences: (M,) batch positions that each id stands for, if they are counted.
+        distinct: See ``Route``.
+        occurrences: See ``Route``; None: not counted.
     """
     places = _NOTHING if occurrences is None else occurrences
     if len(ranges) == 1:

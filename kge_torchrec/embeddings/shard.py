@@ -163,15 +163,7 @@ class TableShard:
         return rows
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Look up rows; backward adds their gradients.
-
-        Nothing is recorded if gradients are disabled.
-
-        Args:
-            ids: (M,) in [0, n).
-
-        Returns:
-            (M, D), a copy.
+        """Look up rows (M,) -> (M, D), a copy; backward adds their gradients, if they are enabled.
 
         Raises:
             IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.

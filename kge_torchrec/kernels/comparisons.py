@@ -368,14 +368,7 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     Results that are small compared with the lengths lose digits and may have the wrong sign. The
     squared lengths are extra columns of the product, which adds them in float32 even where autocast
     or the CPU rounds the factors. Autocast to float16 is turned off, because its largest number is
-    65,504.
-
-    Args:
-        query: (C, b, D).
-        rows: (C, K, D).
-
-    Returns:
-        (C, b, K).
+    65,504. Arguments and result are those of ``products``.
     """
     query_lengths, row_lengths = _lengths(query), _lengths(rows)
     left = torch.cat([2 * query, -query_lengths, torch.ones_like(query_lengths)], -1)

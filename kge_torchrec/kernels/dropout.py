@@ -26,10 +26,7 @@ _U = np.uint32
 def _dropped(values: Tensor, share: float, key: int) -> Tensor:
     """Set each element to 0 with probability ``share``, else divide it by 1 - ``share``.
 
-    Args:
-        values: (...) float32.
-        share: Dropout probability.
-        key: 62 bits; the dropped elements depend on the key and their positions only.
+    Which ones depends on the 62 bits of the key and on their positions only.
     """
     values = values.detach().contiguous()
     out = torch.empty_like(values)

@@ -28,18 +28,9 @@ Kind = Distance | Mapped
 
 
 def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:
-    """Compute distances by kernels that torch compiles at their first use.
+    """Compute ``comparisons.distance`` by kernels that torch compiles at their first use.
 
     Half precision is computed in float32, as by torch.cdist under autocast.
-
-    Args:
-        kind: The distance.
-        query: (C, b, D).
-        rows: (C, K, D).
-        maps: (C, b, D), for the kinds of ``Mapped``.
-
-    Returns:
-        (C, b, K).
     """
     inputs = [query, rows] if maps is None else [query, rows, maps]
     inputs = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
@@ -157,19 +148,10 @@ def _gradient(
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of an input: query (C, b, D), rows (C, K, D) or maps (C, b, D).
+    """Return the gradient of an input by its number: query, rows or maps.
 
-    Those of rows and maps have differences of the opposite sign: Inductor would keep differences
-    that several gradients share.
-
-    Args:
-        kind: The distance.
-        i: Number of the input.
-        grad: (C, b, K), the gradients of the distances.
-        known: What ``_value`` knows of each pair.
-        query: (C, b, D).
-        rows: (C, K, D).
-        maps: (C, b, D) or None.
+    ``known`` is what ``_value`` knows of each pair. The gradients of rows and maps have differences
+    of the opposite sign: Inductor would keep differences that several gradients share.
     """
     difference, dim = _difference(query, rows, maps), 1 if i == 1 else 2
     if i > 0:

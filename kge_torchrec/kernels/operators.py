@@ -118,7 +118,7 @@ IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
     "pairs": _for_pairs,  # scores of queries with rows that an index selects, by pair_scores
     "distances": _for_distances,  # pair_scores, triton_pairs, fused_distances
     "products": _for_products,  # inner products whose bits do not depend on places: triton_pairs
-    "sums": _for_sums,  # log_sum_exp and softplus_sum: scores
+    "sums": _for_sums,  # log_sums: scores
     "dropout": _for_float32,
     "full_scores": _for_full_scores,  # normalizers and gradients: scores, triton_scores
     "counts": _for_counts,  # scores, triton_scores
@@ -158,10 +158,6 @@ def dropped(values: Tensor, share: float) -> Tensor:
 
     A kernel hashes places with a key from torch's generator, so that equal states of the generator
     drop the same elements. torch itself draws elsewhere.
-
-    Args:
-        values: (...).
-        share: Probability in [0, 1].
     """
     if 0 < share < 1 and IMPLEMENTATION["dropout"](values) == "numba":
         from kge_torchrec.kernels import dropout as kernels
@@ -170,33 +166,25 @@ def dropped(values: Tensor, share: float) -> Tensor:
     return dropout(values, share)
 
 
-def log_sum_exp(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return log sum exp s over the candidates that count.
+def log_sums(scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
+    """Return log sum exp s, or the sum of log(1 + exp s), over the candidates that count.
 
     Args:
         scores: (..., K).
         mask: (..., K) bool.
+        softmax: Which of the two.
 
     Returns:
         (...).
     """
     if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
-        return _log_sums(scores, mask, True)
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2).logsumexp(-1)
+        from kge_torchrec.kernels.scores import LogSums
 
-
-def softplus_sum(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of log(1 + exp s) over the candidates that count: see ``log_sum_exp``."""
-    if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
-        return _log_sums(scores, mask, False)
+        sums: Tensor = LogSums.apply(scores, mask, softmax)
+        return sums
+    if softmax:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2).logsumexp(-1)
     return (softplus(scores) * mask).sum(-1)
-
-
-def _log_sums(scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
-    from kge_torchrec.kernels.scores import LogSums
-
-    sums: Tensor = LogSums.apply(scores, mask, softmax)
-    return sums
 
 
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
@@ -274,13 +262,9 @@ def _score_kernels(found: str) -> Any:
 
 
 def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids in ascending order, and the place of each id among them.
+    """Return the distinct ids (U,) in ascending order, and the place of each id among them.
 
-    Args:
-        ids: (M,) int64, none negative (not checked); M may be 0.
-
-    Returns:
-        The distinct ids (U,) and the places (M,), both int64.
+    The ids (M,) are int64 and not negative, which is not checked.
     """
     if IMPLEMENTATION["ids"](ids) == "numba":
         from kge_torchrec.kernels import ids as kernels
@@ -314,16 +298,7 @@ def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
-    """Multiply complex rows elementwise, by the conjugate of ``factor`` if ``conjugate`` is set.
-
-    Args:
-        rows: (..., D).
-        factor: (..., D).
-        conjugate: Whether to conjugate the factor.
-
-    Returns:
-        (..., D).
-    """
+    """Multiply complex rows (..., D) by a factor (..., D) or its conjugate, element by element."""
     if torch.compiler.is_compiling():
         return _times(parts(rows), parts(factor), conjugate)
     numbers, factors = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rows, factor)]

@@ -49,15 +49,7 @@ def pair_scores(
 ) -> Tensor:
     """Compare queries (C, b, D) with the candidates of their chunk, in float32; differentiable.
 
-    Args:
-        kind: The comparison. "moduli" needs an even D.
-        query: (C, b, D).
-        rows: (U, D), or (C, K, D) without an index.
-        index: (C, K) int64 positions of the candidates in ``rows``, or None.
-        maps: (C, b, D), the second vector of each query if the kind has one.
-
-    Returns:
-        (C, b, K).
+    The arguments are those of ``comparisons.distance``; "moduli" needs an even D.
 
     Raises:
         IndexError: A position is outside the table.

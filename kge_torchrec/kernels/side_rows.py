@@ -121,15 +121,9 @@ class Gather(torch.autograd.Function):
 
 
 def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Deduplicate ids and sum their weights.
+    """Return the distinct ids with a weight other than 0, and the sums of their weights.
 
-    Args:
-        ids: (M,) ids in [0, count).
-        weight: (M,) weight of each id.
-        count: Upper bound of the ids.
-
-    Returns:
-        The distinct ids with a weight other than 0, and their summed weights.
+    The ids (M,) are in [0, count).
     """
     sums = torch.bincount(ids, weight, count)
     used = sums.nonzero().squeeze(1)

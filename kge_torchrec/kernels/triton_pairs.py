@@ -30,19 +30,10 @@ WARPS, _STAGES = 4, 3  # of products
 
 
 def _distances(query: Tensor, rows: Tensor, maps: Tensor | None, kind: str) -> Tensor:
-    """Compute distances of all pairs; half precision is computed in float32.
+    """Compute distances as ``comparisons.distance``; half precision is computed in float32.
 
     The inputs are transposed first, so that the threads of a tile read neighboring addresses; that
     costs one more pass over the rows.
-
-    Args:
-        query: (C, b, D).
-        rows: (C, K, D).
-        maps: (C, b, D) for the kinds of ``Mapped``, else None.
-        kind: A name of ``Distance`` or ``Mapped``.
-
-    Returns:
-        (C, b, K).
     """
     out = _empty_distances(query, rows, maps, kind)
     columns = [x.to(out.dtype).mT.contiguous() for x in (query, rows)]
@@ -151,15 +142,7 @@ def _difference(
 
 
 def _products(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute inner products of all pairs in float32, without TF32.
-
-    Args:
-        query: (C, b, D).
-        rows: (C, K, D).
-
-    Returns:
-        (C, b, K) float32.
-    """
+    """Compute inner products (C, b, K) of all pairs in float32, without TF32."""
     query, rows = query.float().contiguous(), rows.float().contiguous()
     out, dim = _empty_products(query, rows), query.shape[-1]
     unit = 1 if dim % 4 else 4  # a thread reads four neighbors at once where rows begin at such

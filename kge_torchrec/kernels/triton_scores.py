@@ -41,10 +41,7 @@ normalizers = operator(
 def _write_gradients(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor, softmax: bool
 ) -> None:
-    """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight and rest per query, (Q,).
-
-    f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
-    """
+    """Overwrite scores (Q, m) by the gradients of ``scores``, the kernels for the CPU."""
     per_query = (x.contiguous() for x in (normalizer, weight, rest))
     tiles = len(scores) * triton.cdiv(scores.shape[1], _TILE)
     _gradients[(tiles,)](scores, *per_query, scores.stride(0), scores.shape[1], softmax, _TILE)
@@ -137,15 +134,7 @@ def _place(program: tl.tensor, width: tl.tensor, TILE: tl.constexpr) -> tuple[tl
 def _add_counts(
     scores: Tensor, values: Tensor, query: Tensor | None, less: Tensor, equal: Tensor
 ) -> None:
-    """Add to less and equal (M,) int64 how many scores of a query are below, or equal, a value.
-
-    Args:
-        scores: (B, n) float32, contiguous.
-        values: (M,) float32.
-        query: (M,) int64, the row of scores that each value belongs to.  None: M is B.
-        less: (M,), contiguous.
-        equal: (M,), contiguous.
-    """
+    """Add to less and equal (M,) the counts of ``operators.count_block``."""
     width = scores.shape[1]
     parts = triton.cdiv(width, _TILE * _PASSES)
     if len(values) * parts:

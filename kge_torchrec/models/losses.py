@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid, relu, softplus
 from kge_torchrec.config.checks import ConfigError, NonNegativeFloat, Share
 from kge_torchrec.config.model import LossConfig
 from kge_torchrec.config.registry import construct
-from kge_torchrec.kernels.operators import log_sum_exp, softplus_sum
+from kge_torchrec.kernels.operators import log_sums
 from kge_torchrec.models.over_all import (
     BinaryCrossEntropyOverAll,
     OverAll,
@@ -148,7 +148,7 @@ class SoftmaxLoss(Loss):
     def forward(
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
     ) -> Tensor:
-        others = log_sum_exp(negative, mask)
+        others = log_sums(negative, mask, True)
         answers: int | Tensor = 1
         positives = mean = of_answers(positive, query, len(negative))
         if query is None:
@@ -194,7 +194,7 @@ class BinaryCrossEntropyLoss(Loss):
         self, positive: Tensor, query: Tensor | None, negative: Tensor, mask: Tensor
     ) -> Tensor:
         smooth, queries = self.options.label_smoothing, len(negative)
-        total = of_answers(softplus(-positive), query, queries) + softplus_sum(negative, mask)
+        total = of_answers(softplus(-positive), query, queries) + log_sums(negative, mask, False)
         if not smooth and self.options.reduction == "sum":
             return total  # counting the candidates would be another pass over the mask
         answers: int | Tensor = 1

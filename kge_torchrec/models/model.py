@@ -112,22 +112,12 @@ class Objective(nn.Module):
 def relation_prediction(
     scorer: Scorer, anchor: Tensor, relation: Tensor, target: Tensor, side: Side
 ) -> Tensor:
-    """Return the relation-prediction loss -log p(r | h, t) (Chen et al. 2021).
+    """Return the relation-prediction losses -log p(r | h, t) (Chen et al. 2021), (C, b).
 
     The loss is the cross-entropy of a triple's relation among all relations. With reciprocal
     relations the choices include inverses, and on side "head" the inverse is the right answer, as
     if the inverse triples were in the data. Otherwise both sides give the same loss except for
-    dropout.
-
-    Args:
-        scorer: The scorer.
-        anchor: (C, b, D) entity rows.
-        relation: (C, b) int64 relation ids.
-        target: (C, b, D) entity rows.
-        side: The end that the target is.
-
-    Returns:
-        (C, b) losses.
+    dropout. Anchors and targets are entity rows (C, b, D); the target is the end named by ``side``.
     """
     scores = at_least_float32(scorer.relation_scores(anchor, target, side))  # (C, b, R)
     answer, _ = scorer.direct(relation, side)
@@ -203,15 +193,9 @@ class TripleObjective(Objective):
     ) -> Tensor:
         """Return the weighted sum of the losses of the queries of one side.
 
-        Args:
-            side: The end that targets and candidates are.
-            rows: The entity rows of the side.
-            relation: (C, b) int64 relation ids.
-            weight: (C, b) weights of the queries.
-            mask: (C, b, K) bool, true for negatives.
-            log_expected: (C, K) subtracted from the candidates' scores, or None. The sum of their
-                exponentials is then an unbiased estimate of the sum over all entities (sampled
-                softmax as importance sampling, Bengio and Senecal 2008).
+        ``mask`` (C, b, K) is true for negatives. ``log_expected`` (C, K) is subtracted from the
+        scores of candidates, so that the sum of their exponentials is an unbiased estimate of the
+        sum over all entities (sampled softmax as importance sampling, Bengio and Senecal 2008).
         """
         scorer = self.scorer
         with self.autocast(weight.device):

@@ -104,14 +104,7 @@ def low_target(label_smoothing: float, smoothing: str, candidates: Tensor | int)
 
 
 class _BuiltIn(OverAll):
-    """The common formula of the built-in losses.
-
-    Args:
-        num_entities: N.
-        label_smoothing: e in [0, 1).
-        smoothing: "standard" or "libkge".
-        reduction: "sum", or "mean" for 1 / N of the loss.
-    """
+    """The common formula of the built-in losses, with their options."""
 
     def __init__(
         self,

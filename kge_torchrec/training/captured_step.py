@@ -100,13 +100,7 @@ def _tensors(batch: SampledBatch) -> dict[str, Tensor]:
 
 
 class _Graph:
-    """Scores, loss and gradients of batches of one shape.
-
-    Args:
-        objective: Scorer and loss.
-        rows: (M, D), the rows of the batch.
-        batch: A batch of the shape.
-    """
+    """Scores, loss and gradients of batches of one shape, captured with the rows (M, D) of one."""
 
     def __init__(self, objective: Objective, rows: Tensor, batch: SampledBatch):
         self.shape = shape_of(batch)
@@ -125,12 +119,9 @@ class _Graph:
             self._results, self._replay = captured(run)
 
     def replay(self, rows: Tensor, batch: SampledBatch) -> tuple[Tensor, Tensor]:
-        """Compute a batch; set the gradients of dense parameters.
+        """Compute a batch; return its loss, and the gradients (M, D) of its rows.
 
-        The next replay overwrites all gradients.
-
-        Returns:
-            The loss, and the gradients (M, D) of the rows.
+        Sets the gradients of dense parameters. The next replay overwrites all gradients.
         """
         inputs = [self._rows.detach(), *self._inputs.values()]
         torch._foreach_copy_(inputs, [rows.detach(), *_tensors(batch).values()])

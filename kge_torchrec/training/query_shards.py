@@ -178,13 +178,10 @@ class GatheredRows:
         self.answers = parts[len(sides) :] or [None] * len(sides)
 
     def add_gradients(self, grad: Tensor, blocks: Sequence[Tensor]) -> None:
-        """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them to this rank's.
+        """Reduce the terms of the gradients (F, D) of ``rows``; add them to this rank's rows.
 
-        Collective.
-
-        Args:
-            grad: This rank's terms.
-            blocks: (m, D) each, the gradients of all n rows in blocks of consecutive rows.
+        Collective.  ``blocks`` (m, D) are the gradients of all n rows, in blocks of consecutive
+        rows.
         """
         own = reduced(grad).index_select(0, self._position)
         sums = own.new_zeros(len(self._own), own.shape[1]).index_add_(0, self._inverse, own)

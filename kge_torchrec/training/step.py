@@ -162,14 +162,9 @@ class SampledStep(Step):
 def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> float | None:
     """Divide dense gradients by the loss scale and update the scale.  Collective.
 
-    Args:
-        scale: The loss scale.
-        backend: Its dense gradients are those of this step.
-        rows: (U, D) each, only checked for overflow.
-
     Returns:
-        The factor by which the caller must multiply ``rows``, or None if a gradient overflowed on
-        any rank and the step must be skipped.
+        The factor for the gradients ``rows`` (U, D) of rows, which are only checked for overflow.
+        None if a gradient overflowed on any rank and the step must be skipped.
 
     Raises:
         ScaleTooSmall: Gradients keep overflowing.

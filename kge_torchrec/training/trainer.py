@@ -146,7 +146,7 @@ class Trainer:
         """Train the next batch; return its number of examples over all ranks."""
         progress = self.progress
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
-        self.session.backend.set_learning_rate(factor)
+        self.session.backend.optimizer.set_rate(factor)
         # A resumed run repeats the dropout of an uninterrupted one with as many ranks.
         rank = self.session.processes.rank
         seed_generators(self.config.seed, _DROPOUT, progress.global_step, rank)

@@ -144,7 +144,7 @@ def test_one_rank_has_no_wrapper_by_default():
 
 
 def test_ranks_exchange_gradients_again_after_a_micro_batch_that_fails():
-    wrapper = Sharded(Mock(ndim=1), frees_between=True, offload=False)
+    wrapper = Sharded(Mock(ndim=1, shape=(2,)), frees_between=True, offload=False)
     wrapper._parts = Mock()
     with pytest.raises(MemoryError), wrapper.without_exchange():
         raise MemoryError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sent_bytes import WatchCollectives
 from training_runs import config_of, fit, largest_difference, tiny_store
@@ -28,6 +28,7 @@ from kge_torchrec.embeddings.torchrec import exchange_codecs
 from kge_torchrec.trained_run import Run
 
 
+@example(count=2, columns=3, seed=0, size=1e6, gradients=False)
 @settings(max_examples=40)
 @given(
     count=st.integers(0, 4), columns=st.integers(1, 9), seed=st.integers(0, 99),

@@ -28,7 +28,8 @@ import triton.runtime.interpreter
 
 from kge_torchrec.kernels import triton_pairs, triton_scores
 
-KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
+DISTANCES, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
+KINDS = ("dot", *DISTANCES)
 QUERIES, ROWS = triton_pairs.DISTANCE_TILE
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -52,108 +53,86 @@ def case(kind, chunks=2, queries=7, candidates=5, dim=6, dtype=torch.float32, se
 
 def formula(kind, query, rows, maps):
     """The plain formula of all pairs, in double precision."""
+    if kind == "dot":
+        return query.double() @ rows.double().mT
     parts = [query] if maps is None else [query, maps]
     parts = [x.double()[:, :, None] for x in parts]
     return comparisons.FORMULAS[kind](*parts, rows.double()[:, None])
 
 
-@pytest.mark.parametrize("kind", ["manhattan", "scaled_squares", "euclidean"])
-@given(
-    chunks=st.integers(0, 3), queries=st.integers(0, QUERIES + 2),
-    candidates=st.sampled_from([0, 1, 3, ROWS - 1, ROWS, ROWS + 1]), dim=st.integers(0, 5),
-    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dtype, seed):
-    dim *= 2 if kind == "moduli" else 1
-    inputs = case(kind, chunks, queries, candidates, dim, dtype, seed)
-    actual = triton_pairs.distances(*inputs, kind)
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close = 1e-12 if dtype == torch.float64 else 2e-5
+def computed(kind, query, rows, maps, run=""):
+    """The kernel of distances or products; ``run`` "_": its function, not the operator."""
+    if kind == "dot":
+        return getattr(triton_pairs, f"{run}products")(query, rows)
+    return getattr(triton_pairs, f"{run}distances")(query, rows, maps, kind)
+
+
+def tile_of(kind):
+    """Queries, rows and elements that a program takes."""
+    return triton_pairs.PRODUCT_TILE if kind == "dot" else (QUERIES, ROWS, 1)
+
+
+@pytest.mark.parametrize("kind", ["dot", "manhattan", "scaled_squares", "euclidean"])
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_pairs_equal_the_formula(kind, data, dtype, seed):
+    queries, rows, elements = tile_of(kind)
+    sizes = (
+        data.draw(st.integers(0, 3)),
+        data.draw(st.sampled_from([0, 1, queries - 1, queries + 1])),
+        data.draw(st.sampled_from([0, 1, 3, rows - 1, rows, rows + 1])),
+        data.draw(st.sampled_from([0, 1, 5, elements - 1, elements, elements + 3])),
+    )
+    inputs = case(kind, *sizes, dtype, seed)
+    actual = computed(kind, *inputs)
+    exact = dtype == torch.float64 and kind != "dot"  # products are always float32
+    assert actual.dtype == (torch.float64 if exact else torch.float32)
+    close = 1e-12 if exact else 2e-5
     torch.testing.assert_close(actual.double(), formula(kind, *inputs), rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("kind", ["scaled_squares", "euclidean"])
+@pytest.mark.parametrize("kind", ["dot", "scaled_squares", "euclidean"])
 def test_equal_rows_tie_wherever_they_lie(kind):
-    """A pair has the same bits in every tile, at its edges, and in a shorter block."""
-    query, rows, maps = case(kind, 1, QUERIES + 3, 2 * ROWS + 5, 10)
-    places = torch.tensor([0, 1, ROWS - 1, ROWS, 2 * ROWS - 1, 2 * ROWS + 4])
-    rows[:, places] = rows[:, :1].clone()
-    query[:, -1] = query[:, 0]
-    if maps is not None:
-        maps[:, -1] = maps[:, 0]
-    whole = triton_pairs.distances(query, rows, maps, kind)
-    assert (whole[..., places] == whole[..., :1]).all()
-    assert torch.equal(whole[:, -1], whole[:, 0])
-    for block in (slice(1, 4), slice(ROWS - 1, 2 * ROWS + 5)):
-        part = triton_pairs.distances(query, rows[:, block], maps, kind)
-        assert torch.equal(part, whole[..., block])
-    some = [x if x is None else x[:, 2:5] for x in (query, maps)]
-    part = triton_pairs.distances(some[0], rows, some[1], kind)
-    assert torch.equal(part, whole[:, 2:5])
+    """A pair has the same bits in every tile, at its edges, and in a shorter block.
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeypatch):
-    query, rows, maps = case(kind, 2, QUERIES + 1, 9, 6)
-    rows[0, 2, 1], rows[0, 3, 2], rows[1, 8, 0] = torch.inf, -torch.inf, torch.nan
-    count = 2 * (QUERIES + 1) * 9
-    memory = torch.full((count + 2 * ROWS,), 7.0, device=DEVICE)
-    out = memory[ROWS : ROWS + count].view(2, -1, 9)
-    monkeypatch.setattr(triton_pairs, "_empty_distances", lambda *_: out)
-    triton_pairs._distances(query, rows, maps, kind)
-    assert (memory[:ROWS] == 7).all() and (memory[ROWS + count :] == 7).all()
-    expected = formula(kind, query, rows, maps)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
-    finite = out.isfinite()
-    assert finite.sum() == count - 3 * (QUERIES + 1)
-
-
-_M, _N, _K = triton_pairs.PRODUCT_TILE
-
-
-@given(
-    chunks=st.integers(0, 2), queries=st.sampled_from([0, 1, _M - 1, _M + 1]),
-    candidates=st.sampled_from([0, 1, _N - 1, _N, 2 * _N + 1]),
-    dim=st.sampled_from([0, 1, _K - 1, _K, _K + 3]), dtype=st.sampled_from(DTYPES[:2]),
-    seed=st.integers(0, 99),
-)  # fmt: skip
-def test_products_equal_the_formula(chunks, queries, candidates, dim, dtype, seed):
-    query, rows, _ = case("euclidean", chunks, queries, candidates, dim, dtype, seed)
-    actual = triton_pairs.products(query, rows)
-    assert actual.dtype == torch.float32
-    expected = query.double() @ rows.double().mT
-    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5)
-
-
-def test_equal_rows_have_equal_products_wherever_they_lie():
-    """On a GPU to the last bit; in the interpreter numpy multiplies, whose sums depend on it."""
-    close = 0 if DEVICE == "cuda" else 1e-5
+    Products have them on a GPU; in the interpreter numpy multiplies, whose sums depend on places.
+    """
+    close = 1e-5 if kind == "dot" and DEVICE == "cpu" else 0
 
     def same(one, other):
         return torch.allclose(one, other, rtol=0, atol=close)
 
-    query, rows, _ = case("euclidean", 1, _M + 3, 2 * _N + 5, _K + 7)
-    places = torch.tensor([0, 1, _N - 1, _N, 2 * _N - 1, 2 * _N + 4])
+    queries, count, elements = tile_of(kind)
+    query, rows, maps = case(kind, 1, queries + 3, 2 * count + 5, elements + 7)
+    places = torch.tensor([0, 1, count - 1, count, 2 * count - 1, 2 * count + 4])
     rows[:, places] = rows[:, :1].clone()
-    query[:, -1] = query[:, 0]
-    whole = triton_pairs.products(query, rows)
+    for x in (query, maps):
+        if x is not None:
+            x[:, -1] = x[:, 0]
+    whole = computed(kind, query, rows, maps)
     assert same(whole[..., places], whole[..., :1].expand(-1, -1, len(places)))
     assert same(whole[:, -1], whole[:, 0])
-    for some in (slice(1, 4), slice(_N - 1, 2 * _N + 5)):
-        assert same(triton_pairs.products(query, rows[:, some]), whole[..., some])
-    assert same(triton_pairs.products(query[:, 2:5], rows), whole[:, 2:5])
+    for block in (slice(1, 4), slice(count - 1, 2 * count + 5)):
+        assert same(computed(kind, query, rows[:, block], maps), whole[..., block])
+    some, maps = [x if x is None else x[:, 2:5] for x in (query, maps)]
+    assert same(computed(kind, some, rows, maps), whole[:, 2:5])
 
 
-def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatch):
-    query, rows, _ = case("euclidean", 2, _M + 1, 9, _K + 1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeypatch):
+    queries, margin, elements = tile_of(kind)
+    query, rows, maps = case(kind, 2, queries + 1, 9, 2 * (elements // 2) + 6)
     rows[0, 2, 1], rows[0, 3, 2], rows[1, 8, 0] = torch.inf, -torch.inf, torch.nan
-    count = 2 * (_M + 1) * 9
-    memory = torch.full((count + 2 * _N,), 7.0, device=DEVICE)
-    out = memory[_N : _N + count].view(2, -1, 9)
-    monkeypatch.setattr(triton_pairs, "_empty_products", lambda *_: out)
-    triton_pairs._products(query, rows)
-    assert (memory[:_N] == 7).all() and (memory[_N + count :] == 7).all()
-    assert out.isfinite().sum() == count - 3 * (_M + 1)
+    count = 2 * (queries + 1) * 9
+    memory = torch.full((count + 2 * margin,), 7.0, device=DEVICE)
+    out = memory[margin : margin + count].view(2, -1, 9)
+    for name in ("products", "distances"):
+        monkeypatch.setattr(triton_pairs, f"_empty_{name}", lambda *_: out)
+    computed(kind, query, rows, maps, run="_")
+    assert (memory[:margin] == 7).all() and (memory[margin + count :] == 7).all()
+    if kind != "dot":
+        expected = formula(kind, query, rows, maps)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert out.isfinite().sum() == count - 3 * (queries + 1)
 
 
 @settings(max_examples=15)
@@ -279,7 +258,7 @@ FAR = 3 << 29  # two rows of it have more than 2^31 elements
 
 
 @no_gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DISTANCES)
 def test_distances_beyond_two_billion_elements(kind, sparse_file):
     """Only the first tile is computed, of three queries that lie so far from each other."""
     query, few, maps = case(kind, 1, 3, 4, 4)
@@ -379,6 +358,6 @@ for picks in (True, False):
 @pytest.mark.parametrize("capability", ["80", "100"])
 def test_kernels_compile_for_every_gpu(capability, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, capability, *KINDS]
+    command = [sys.executable, "-c", COMPILE, capability, *DISTANCES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Losses with parameters of their own, and the mean over several answers."""
+"""Losses with parameters of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from training_runs import config_of, fit, largest_difference, shared_folder, tiny_store
 from worlds import run_world
 
-from kge_torchrec.models.losses import SelfAdversarialLoss
 from kge_torchrec.training.session import Session
 
 RUNS = {"plain": {}, "fsdp": {"dense__wrapper": "fsdp"}}
@@ -67,18 +66,3 @@ def test_a_loss_learns_its_parameters_the_same_on_any_number_of_ranks(name):
     one = trained(1)[name]
     assert abs(one["factor of the loss"] - 0.7) > 1e-3
     assert largest_difference(one, trained(2)[name]) < 1e-5
-
-
-def test_several_answers_are_averaged():
-    loss, scores = SelfAdversarialLoss(1.0), torch.randn(4, 9, dtype=torch.float64)
-    answers = torch.tensor([[1, 1, 0], [0] * 3, [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
-    known = torch.nn.functional.pad(answers, (0, 6))
-    query, column = known.nonzero().T
-    actual = loss(scores[query, column], query, scores, ~known)
-    for number, own in enumerate(actual):
-        each = [
-            loss(scores[number, i].view(1), None, scores[number][None], ~known[number][None])[0]
-            for i in known[number].nonzero()[:, 0]
-        ]
-        expected = torch.stack(each).mean() if each else torch.zeros((), dtype=torch.float64)
-        torch.testing.assert_close(own, expected)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scorer_cases import SCORERS, candidate_scores
 from training_runs import fit, largest_difference, parameters, small_store
 from worlds import run_world
 
@@ -108,14 +107,3 @@ def test_gradient_of_a_large_corrected_batch_is_that_of_the_full_softmax():
     full = gradient(torch.arange(entities), 0)
     torch.testing.assert_close(gradient(ids, log_q), full, rtol=1e-3, atol=1e-3)
     assert (gradient(ids, 0) - full).abs().max() > 0.05
-
-
-def test_temperature_divides_the_score_before_the_correction():
-    warm, cold = (SCORERS["operator"](2, 4, temperature=t) for t in (1.0, 0.25))
-    for values in warm.parameters():  # a new scorer's are memory as it was
-        torch.nn.init.normal_(values)
-    cold.load_state_dict(warm.state_dict())
-    anchor, rows = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
-    relation = torch.zeros(1, 3, dtype=torch.int64)
-    scores = [candidate_scores(x, anchor, relation, rows, "tail") for x in (warm, cold)]
-    torch.testing.assert_close(scores[1], 4 * scores[0])

@@ -66,14 +66,6 @@ class TorchRecBackend(EmbeddingBackend):
     On CUDA, FBGEMM's fused optimizer steps in backward, unless a step needs the sum of several
     gradients, rows are frozen or there are several tables.  CPU tables step together with the
     dense parameters.
-    Collective: every rank builds it with the same arguments.
-
-    Args:
-        config: The config of the run.
-        tables: The entity tables.
-        objective: Scorer and loss.
-        dense_optimizer: Builds the optimizer of the dense parameters.
-        processes: The ranks of the run.
 
     Raises:
         PlanDoesNotFit: The table does not fit into the memory of the ranks.
@@ -127,7 +119,6 @@ class TorchRecBackend(EmbeddingBackend):
         self.fill_rows(config.seed)
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.objective.parameters()))
         self.optimizer = StepBoth(kernel_of(self.model).fused_optimizer, self.dense_optimizer)
-        self.keep_rates()
 
     def skip_step(self) -> None:
         """Discard a step: undo the step count of FBGEMM's kernel, which counts every lookup."""

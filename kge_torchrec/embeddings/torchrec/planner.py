@@ -199,17 +199,10 @@ class TableForm:
 
 
 def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """Return the bytes of a shard by part.
+    """Return the bytes of a shard of some rows and columns, by part.
 
-    Args:
-        rows: Rows of the shard.
-        columns: Columns of the shard.
-        form: Its storage.
-        is_cuda: Whether the ranks use GPUs.
-
-    Returns:
-        Bytes of "weights" and "optimizer state", and of "average", "cache" or "gradients" if there
-        are any.
+    The parts are "weights" and "optimizer state", and "average", "cache" or "gradients" if it has
+    any.
     """
     values = 4 * rows * columns
     averages = form.averages * values

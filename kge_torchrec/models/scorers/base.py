@@ -238,7 +238,7 @@ class Scorer(nn.Module):
     def matrix(
         self, query: Any, rows: Tensor, index: Tensor | None = None, exact: bool = True
     ) -> Tensor:
-        """Score encoded queries against the candidates of their chunk.
+        """Score encoded queries (C, b) against the candidates of their chunk: (C, b, K).
 
         Args:
             query: (C, b) encoded queries.
@@ -246,9 +246,6 @@ class Scorer(nn.Module):
             index: (C, K) int64 positions of the candidates in ``rows``, or None.
             exact: Whether ranking needs all digits. A loss does not: some scorers compute its
                 scores by a matrix product, which is faster but loses digits.
-
-        Returns:
-            (C, b, K) scores.
         """
         return self.row_comparison.matrix(query, self.entity(rows), index, exact)
 
@@ -256,16 +253,9 @@ class Scorer(nn.Module):
     def score(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
     ) -> Tensor:
-        """Score single triples.
+        """Score single triples: (..., E) rows, (...) relation ids, (..., E) rows -> (...).
 
-        Args:
-            anchor: (..., E) entity rows: heads if side is "tail", tails if side is "head".
-            relation: (...) int64 relation ids.
-            target: (..., E) entity rows of the other end.
-            side: The end that ``target`` is.
-
-        Returns:
-            (...) scores.
+        ``target`` is the end named by ``side``, and ``anchor`` the other one.
         """
         return self.pairs(self.encode(anchor, relation, side), target)
 
