@@ -5,7 +5,7 @@ import torch
 from scorer_cases import SCORERS, make, normal
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.models.regularizers import IVR, N3, Regularizers
+from kge_torchrec.models.regularizers import IVR, Regularizers
 from kge_torchrec.models.scorers import SIDES
 
 # Scorer, dim and elements per part: the paper's D and P.
@@ -77,17 +77,6 @@ def test_ivr_equals_the_norms_of_all_intermediate_variables(name, dim, size, rec
     scorer = make((name, dim, {}), reciprocal, biases=True)
     again = IVR(**WEIGHTS).penalty_of_triples(scorer, next(biased), relation, next(biased), side)
     torch.testing.assert_close(again, expected)
-
-
-@pytest.mark.parametrize("name", ["distmult", "complex"])
-def test_ivr_with_one_weight_is_n3(name):
-    scorer, rows = make((name, 6, {})), normal(2, 1, 6)
-    ids, is_complex = torch.tensor([1]), scorer.is_complex
-    triple = *rows, scorer.relations[ids]
-    expected = sum(N3().penalty(x, is_complex) for x in triple)
-    ivr = IVR(alpha=3.0, lambda1=0.5)
-    actual = ivr.penalty_of_triples(scorer, rows[0], ids, rows[1], "tail")
-    torch.testing.assert_close(actual, expected)
 
 
 def test_ivr_without_weights_is_left_out():
