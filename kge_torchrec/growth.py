@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import (
     Facts,
@@ -105,7 +106,7 @@ def extend(
         base = TripleStore.open(source.store_of(before.data.path))
         base.check()
         origin = {"from": str(source.path.resolve())}
-        folder.save_extension(origin)
+        files.write_json(folder.extension, origin)
         if delete is not None:
             changes = _delete(base, _labels(delete), config)
         else:
@@ -115,7 +116,7 @@ def extend(
             data = replace(config.data, allow_unseen_relations=unseen, features=file)
             extend_store(base, new_triples, Path(data.path), data, progress=config.run.progress)
             changes = _new_in(TripleStore.open(data.path), base)
-        folder.save_extension({**origin, "checkpoint": name, **changes})
+        files.write_json(folder.extension, {**origin, "checkpoint": name, **changes})
 
     def choose(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         name = Checkpoints(source.checkpoints, ranks).order(checkpoint)[0]

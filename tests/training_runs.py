@@ -185,21 +185,28 @@ def rank_resumes(run: Path, changes: dict | None = None) -> None:
     api.resume(run, changes or {}).close()
 
 
-def dies_after(step: int | None) -> Callable[[Trainer], None]:
-    """Return a change of the loop for ``fit``: it dies by SIGKILL in the middle of a later step."""
+def in_step(step: int | None, act: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
+    """Return a change of the loop for ``fit``: it acts after the update of a step, from 0.
 
-    def kill(loop: Trainer) -> None:
+    A result other than None replaces the loss of the step.
+    """
+
+    def change(loop: Trainer) -> None:
         progress = loop.pipeline.progress
 
-        def progress_or_die(batches):
+        def progress_and_act(batches):
             loss = progress(batches)
-            if loop.progress.global_step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return loss
+            result = act(loop) if loop.progress.global_step == step else None
+            return loss if result is None else result
 
-        loop.pipeline.progress = progress_or_die
+        loop.pipeline.progress = progress_and_act
 
-    return kill
+    return change
+
+
+def dies_after(step: int | None) -> Callable[[Trainer], None]:
+    """Return a change of the loop for ``fit``: it dies by SIGKILL in the middle of a later step."""
+    return in_step(step, lambda loop: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @torch.no_grad()

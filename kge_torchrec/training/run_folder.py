@@ -250,10 +250,6 @@ class RunFolder:
         """
         return read_run_config(self.config_file(), self.given, overrides)
 
-    def write_results(self, results: dict[str, Any]) -> None:
-        """Write results.json atomically."""
-        files.write_json(self.results, results)
-
     def load_results(self) -> dict[str, Any]:
         """Return results.json.
 
@@ -291,10 +287,6 @@ class RunFolder:
         np.save(partial, frozen)
         files.sync(partial)
         partial.replace(self.frozen)
-
-    def save_extension(self, values: dict[str, Any]) -> None:
-        """Write extended.json atomically."""
-        files.write_json(self.extension, values)
 
     def load_extension(self) -> dict[str, Any]:
         """Return extended.json; until the store is complete, it has no "checkpoint"."""

@@ -9,21 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError
-from kge_torchrec.config.checks import is_url
 from kge_torchrec.config.keys import (
     changed_keys,
     check_effects,
-    check_resume,
     declared,
 )
-from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.report import leak_notes
@@ -42,7 +38,7 @@ from kge_torchrec.training.checkpoints import (
     no_checkpoint,
 )
 from kge_torchrec.training.copier import Copier
-from kge_torchrec.training.remote_runs import folder_to_resume, take_over
+from kge_torchrec.training.remote_runs import take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -124,19 +120,6 @@ def train_run(
             _train(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
-
-
-def resume_run(
-    path: str | Path, overrides: Overrides = (), extras: Extras = NOTHING, force: bool = False
-) -> RunFolder:
-    """Resume the run in a folder or at a URL, see ``api.resume``.  Collective."""
-    if is_url(path):
-        folder = folder_to_resume(str(path), config_from_dict({}, overrides).run.dir)
-    else:
-        folder = RunFolder(path)
-    config = with_absolute_paths(folder.load_config(overrides))
-    check_resume(folder.load_config(), config, folder.path)  # before a process group is joined
-    return train_run(config, extras, resumes=folder, force=force)
 
 
 def _claim(
@@ -334,7 +317,7 @@ def _fit(session: Session, progress: TrainState, extras: Extras) -> None:
             extended = {}
             if folder.extension.is_file():  # by ``extend``
                 extended = {"extended": folder.load_extension()}
-            folder.write_results(results | extended)
+            files.write_json(folder.results, results | extended)
 
         on_first_rank(ranks, write)
     finally:

@@ -130,7 +130,6 @@ def nothing_unpickles(monkeypatch) -> None:
 
 def uses_everything(store: Path, run: Path) -> None:
     """Trains, resumes, evaluates, predicts, exports and loads the export."""
-    shutil.rmtree(run, ignore_errors=True)
     api.train(config_of(store, run, **KEYS)).close()
     with api.resume(run, {"train.epochs": 2}) as opened:
         opened.evaluate()
@@ -139,21 +138,15 @@ def uses_everything(store: Path, run: Path) -> None:
     load_model(run / "export").predict(head="e1", relation="r0")
 
 
-def test_nothing_is_unpickled(store, tmp_path, monkeypatch):
-    uses_everything(store, tmp_path / "run")  # numba keeps compiled code as pickles
-    nothing_unpickles(monkeypatch)
-    uses_everything(store, tmp_path / "run")
-
-
-def rank_unpickles_nothing(store: Path, run: Path) -> int:
-    api.train(config_of(store, run / f"{0}", **KEYS)).close()
+def rank_unpickles_nothing(store: Path, folder: Path) -> int:
+    uses_everything(store, folder / "first")  # numba keeps compiled code as pickles
     with pytest.MonkeyPatch.context() as patch:
         nothing_unpickles(patch)
         patch.setattr("kge_torchrec.distributed.processes._sendable", lambda error: error)
-        with api.resume(run / f"{0}", {"train.epochs": 2}) as opened:
-            opened.evaluate()
+        uses_everything(store, folder / "again")
     return rank()
 
 
-def test_ranks_unpickle_only_their_own_messages(store, tmp_path):
-    assert run_world(2, rank_unpickles_nothing, store, tmp_path) == [0, 1]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_of_a_file_is_unpickled(store, tmp_path, ranks):
+    assert run_world(ranks, rank_unpickles_nothing, store, tmp_path) == [*range(ranks)]

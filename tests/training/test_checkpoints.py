@@ -18,6 +18,7 @@ import torch
 from training_runs import (
     config_of,
     fit,
+    in_step,
     largest_difference,
     longer_config,
     rank,
@@ -407,23 +408,15 @@ def test_infinity_and_nan_of_every_format_are_noticed(tmp_path, dtype):
             write_rows(tmp_path / "x", [Rows("x", values)])
 
 
-def poison(loop: Trainer, step: int, of: str) -> None:
-    """The update of a step (from 1) leaves NaN behind, which no loss has seen yet."""
-    progress = loop.pipeline.progress
-
-    def poisoned(batches):
-        loss = progress(batches)
-        if loop.progress.global_step == step - 1 and rank() == 1:
-            backend = loop.session.backend
-            if of == "table":
-                backend.shard().rows[-1, -1] = math.nan
-            elif of == "dense":  # a replica, which rank 0 writes
-                loop.session.scorer.relations.data[0, 0] = math.inf
-            else:
-                next(iter(backend.table.optimizers[0].states.values()))[0] = math.nan
-        return loss
-
-    loop.pipeline.progress = poisoned
+def poison(loop: Trainer, of: str) -> None:
+    """Leave NaN behind on rank 1, which no loss has seen yet."""
+    backend = loop.session.backend
+    if rank() == 1 and of == "table":
+        backend.shard().rows[-1, -1] = math.nan
+    elif rank() == 1 and of == "dense":  # a replica, which rank 0 writes
+        loop.session.scorer.relations.data[0, 0] = math.inf
+    elif rank() == 1:
+        next(iter(backend.table.optimizers[0].states.values()))[0] = math.nan
 
 
 def rank_is_poisoned(store: Path, run: Path, step: int, of: str, background: bool):
@@ -432,7 +425,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str, background: boo
     # In the background a loss may be NaN before the thread sees it.
     errors = (NonFiniteParameters, NonFiniteLoss) if background else NonFiniteParameters
     with pytest.raises(errors) as caught:
-        fit(config, lambda loop: poison(loop, step, of))
+        fit(config, in_step(step - 1, lambda loop: poison(loop, of)))
     with processes("cpu") as ranks:
         return str(caught.value), Session(config, RunFolder(run), ranks).restore().global_step
 
@@ -453,18 +446,10 @@ def test_nan_ends_every_rank_and_its_checkpoint_is_dropped(store, tmp_path, step
 def rank_breaks(store: Path, run: Path) -> tuple[str, int]:
     """Rank 1's loss is infinite at the 8th step: epoch 2, step 3."""
 
-    def break_it(loop: Trainer) -> None:
-        progress = loop.pipeline.progress
-
-        def broken(batches):
-            loss = progress(batches)
-            return loss * math.inf if rank() == 1 and loop.progress.global_step == 7 else loss
-
-        loop.pipeline.progress = broken
-
+    act = lambda loop: torch.tensor(math.inf) if rank() == 1 else None  # noqa: E731
     config = longer_config(store, run, checkpoint__every__steps=2)
     with pytest.raises(NonFiniteLoss) as caught:
-        fit(config, break_it)
+        fit(config, in_step(7, act))
     with processes("cpu") as ranks:
         return str(caught.value), Session(config, RunFolder(run), ranks).restore().global_step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -163,13 +164,6 @@ def full_disk(monkeypatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail)
 
 
-def test_a_full_disk_is_a_sentence_before_training(tmp_path, monkeypatch):
-    full_disk(monkeypatch)
-    with pytest.raises(DiskError, match=r"cannot be kept in .*parts: no space is left .* free"):
-        train(disk_config(tmp_path / "run"))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def rank_fails(folder: Path) -> str:
     """The disk of rank 1 is full: both ranks hear of it."""
     with pytest.MonkeyPatch.context() as patched:
@@ -184,7 +178,9 @@ def rank_fails(folder: Path) -> str:
 
 def test_all_ranks_hear_of_a_full_disk_of_one(tmp_path):
     first, second = run_world(2, rank_fails, tmp_path / "run")
-    assert "rank 1: " in first and "no space is left" in first and "no space is left" in second
+    for text in (first, second):
+        assert re.search(r"cannot be kept in .*parts: no space is left .* free on that disk", text)
+    assert "rank 1: " in first and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_files_that_cannot_be_removed_hide_no_error_of_training(tmp_path, monkeypatch):

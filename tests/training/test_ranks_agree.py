@@ -16,7 +16,7 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, files
 from kge_torchrec.data import prepare as preparing
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import (
@@ -85,7 +85,7 @@ def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    broken = {"metrics": (MetricsLog, "write"), "results": (RunFolder, "write_results")}[where]
+    broken = {"metrics": (MetricsLog, "write"), "results": (files, "write_json")}[where]
     kept = getattr(*broken)
     if rank() == 0:
         setattr(*broken, full)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -108,28 +104,6 @@ def test_killed_run_ends_where_an_uninterrupted_one_does(store, tmp_path, change
     for name in expected:
         if name.startswith(("model.", "raw.")):
             assert largest_difference({"": expected[name]}, {"": results[name]}) <= 1e-5, name
-
-
-@pytest.mark.slow
-def test_killed_process_resumes(tmp_path):
-    """`kge-torchrec train` on the embedded graph, then `train --resume`."""
-    keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
-            "train__optimizer": "adam", "evaluation__every": 10,
-            "checkpoint__every__steps": 4}  # fmt: skip
-    expected = api.train(longer_config("countries", tmp_path / "whole", **keys))
-    config = longer_config("countries", tmp_path / "run", **keys)
-    config.save(tmp_path / "config.yaml")
-    command = [sys.executable, "-m", "kge_torchrec", "train", str(tmp_path / "config.yaml")]
-    process = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[2])
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("run/checkpoints/step-*/manifest.json")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    run = api.resume(tmp_path / "run")
-    assert run.results["test"] == expected.results["test"]
-    assert metrics(run.path)[:-1] == metrics(expected.path)[:-1]  # but for the peak memory
 
 
 def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):

@@ -120,46 +120,28 @@ def test_warm_start_matches_labels(tmp_path):
     assert torch.equal(other["relations"], drawn["relations"])
 
 
-def broken(folder: Path, what: str) -> tuple[Path, str]:
-    table, labels = some_vectors(), list(LABELS)
-    if what == "nan":
-        table[3, 2] = np.nan
-        return write(folder, ".npy", table), "vector of 'e27' .number 4. holds NaN"
-    if what == "width":
-        return write(folder, ".npy", some_vectors(6)), "have dim 6, but entities here have dim 8"
-    if what == "twice":
-        labels[4] = "e30"
-        return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"
-    if what == "foreign":
-        labels = [f"q{i}" for i in range(28)]
-        return write(folder, ".parquet", table, labels), "none of its 28 labels"
-    if what == "labels":
-        return write(folder, ".npy", table, labels[1:]), "should hold 28 lines"
-    if what == "ragged":
-        rows = [*table.tolist()[:-1], [1.5]]
-        pq.write_table(pa.table({"label": labels, "vector": rows}), folder / "ragged.parquet")
-        return folder / "ragged.parquet", "has not 8 numbers as the first one"
-    if what == "no labels":
-        np.save(folder / "alone.npy", table)
-        return folder / "alone.npy", "its labels should be in alone.txt"
-    if what == "format":
-        (folder / "x.bin").write_bytes(b"")
-        return folder / "x.bin", "vectors are read from .npy"
-    (folder / "empty").mkdir()
-    return folder / "empty", "looked for a run, an export or one of"
+def with_nan() -> np.ndarray:
+    table = some_vectors()
+    table[3, 2] = np.nan
+    return table
 
 
-PROBLEMS = ("nan", "width", "twice", "foreign", "labels", "ragged", "no labels",
-            "format", "folder")  # fmt: skip
+INVALID = [
+    (".npy", with_nan(), LABELS, "vector of 'e27' .number 4. holds NaN"),
+    (".npy", some_vectors(6), LABELS, "have dim 6, but entities here have dim 8"),
+    (".npy", some_vectors(), LABELS[1:], "should hold 28 lines"),
+    (".parquet", some_vectors(), [*LABELS[:4], "e30", *LABELS[5:]],
+     "'e30' has 2 vectors .number 1 and 5"),
+    (".parquet", some_vectors(), [f"q{i}" for i in range(28)], "none of its 28 labels"),
+    (".parquet", [*some_vectors()[:-1].tolist(), [1.5]], LABELS, "has not 8 numbers as the first"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", PROBLEMS)
-def test_invalid_vectors_are_rejected(tmp_path, what):
-    file, message = broken(tmp_path, what)
-    inputs = {"model__init_from": str(file)}
-    config = config_of(small_store(), tmp_path / "run", **inputs)
-    with pytest.raises(KGEError, match=message):
-        api.train(config)
+@pytest.mark.parametrize(("form", "table", "labels", "words"), INVALID, ids=lambda x: str(x)[-30:])
+def test_invalid_vectors_are_rejected(tmp_path, form, table, labels, words):
+    inputs = {"model__init_from": str(write(tmp_path, form, table, labels))}
+    with pytest.raises(KGEError, match=words):
+        api.train(config_of(small_store(), tmp_path / "run", **inputs))
     assert not (tmp_path / "run").exists()
 
 
