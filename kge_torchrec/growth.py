@@ -25,6 +25,7 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.model import INITIAL, Vectors
 from kge_torchrec.config.parser import Overrides, config_from_dict
+from kge_torchrec.config.training import SELECTION
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers.files import Sources
@@ -169,8 +170,9 @@ def _config_of(
     changed = config_from_dict(values, overrides)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
-    initial = [name for name, item in declared(Config).items() if item.resume is INITIAL]
-    check_resume(config, changed, folder.path, allowed=initial)  # new rows need initial values
+    free = INITIAL, SELECTION  # new rows need initial values, and validations begin anew
+    allowed = [name for name, item in declared(Config).items() if item.resume in free]
+    check_resume(config, changed, folder.path, allowed=allowed)
     check_effects(changed, Facts(extended=True), changed_keys(config, changed))
     return changed
 

@@ -14,7 +14,16 @@ from kge_torchrec.config.checks import (
     PositiveInt,
     Share,
 )
-from kge_torchrec.config.keys import Condition, Part, Section, fixed, key, only_with, only_without
+from kge_torchrec.config.keys import (
+    Condition,
+    Part,
+    Resume,
+    Section,
+    fixed,
+    key,
+    only_with,
+    only_without,
+)
 from kge_torchrec.config.registry import KINDS, part_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
@@ -39,6 +48,11 @@ _PATIENCE = Check(
 )
 _EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
+SELECTION = Resume(
+    "without validations so far",
+    "validations so far are by it; start a new run with model.init_from RUN",
+    lambda before, _: before.evaluation.every != 0,
+)
 _EMA = only_with("train.averaging", "ema")
 
 
@@ -165,19 +179,19 @@ class EvaluationConfig(Section, prefix="evaluation."):
 
     every: NonNegativeInt = key(None)
     """Epochs between validations; 0: never, null: about ten times."""
-    metric: Annotated[str, _METRIC] = key("mrr", acts=_VALIDATES)
+    metric: Annotated[str, _METRIC] = key("mrr", acts=_VALIDATES, resume=SELECTION)
     """Metric of early stopping and of the best checkpoint: mrr, mr, hits@1, hits@3 or hits@10 (both
     sides, realistic). Or one of recommended tails: auc, or recall, ndcg, hit_rate, precision, map
     or coverage at a k, such as recall@20."""
     patience: Annotated[int | float, _PATIENCE] = key(None, acts=_VALIDATES)
     """Validations without a better one before training stops, or, between 0 and 1, the last share
     of the training so far that gained less than 0.2 percent; 0: never stops early, null: 3."""
-    max_triples: NonNegativeInt = key(None, acts=_VALIDATES)
+    max_triples: NonNegativeInt = key(None, acts=_VALIDATES, resume=SELECTION)
     """Validation triples ranked while training, a fixed random sample, of whole users with a metric
     of recommendations; 0: all, null: as many as take about a minute."""
     batch_size: PositiveInt = 512
     """Queries scored at once."""
-    candidates: Literal["all", "seen", "types", "fixed"] = key(None)
+    candidates: Literal["all", "seen", "types", "fixed"] = key(None, resume=SELECTION)
     """Entities to rank among: all; seen (with the relation and side in train); types (seen, or
     sharing a type with these); fixed (a list per triple, as OGB has them); null: types where every
     entity has one type, otherwise all. Results name the choice."""

@@ -44,22 +44,6 @@ TABLE = f"model.{ENTITY_WEIGHT}"  # names in a checkpoint
 _SCORER = "model.objective.scorer."
 
 
-def selection_of(config: Config, store: TripleStore) -> str:
-    """Describe the value by which validations are compared: metric, sample size and candidates."""
-    evaluation = config.evaluation
-    limit, metric = evaluation.max_triples, evaluation.metric
-    is_sample = 0 < limit < len(store.valid)
-    of = f"{metric} of {limit} triples" if is_sample else metric
-    if evaluation.candidates in (None, "all"):
-        return of
-    options = evaluation.candidates_options
-    details = {
-        "types": options.types or "",
-        "fixed": options.file or "",
-    }.get(evaluation.candidates, "")
-    return f"{of} among candidates {evaluation.candidates} {details}".rstrip()
-
-
 def load_trained(
     config: Config, folder: RunFolder, processes: Processes, which: str = BEST
 ) -> tuple[TrainedModel, TrainState, Config]:

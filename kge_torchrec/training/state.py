@@ -22,7 +22,6 @@ class TrainState:
     seconds: float = 0.0  # of training, without validation and checkpoints
     triples: int = 0  # number of trained positives
     best_metric: float | None = None
-    selection: str = ""  # describes best_metric; "" before the first training
     best_checkpoint: str | None = None
     bad_validations: int = 0  # since the best validation
     validations: list[list[float]] = field(default_factory=list)  # (epoch, value) of each
@@ -39,18 +38,6 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-    def select_by(self, selection: str) -> bool:
-        """Set how validations are compared; return whether that was known and has changed.
-
-        Then the best values are cleared, so the next validation is the best.
-        """
-        changed = self.selection not in ("", selection)
-        if changed:
-            self.best_metric, self.bad_validations, self.validations = None, 0, []
-            self.plateau_best, self.plateau_wait = None, 0
-        self.selection = selection
-        return changed
 
     def is_better(self, metric: str, value: float) -> bool:
         """Return whether ``value`` beats the best so far.  A lower mean rank is better."""

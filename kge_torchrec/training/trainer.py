@@ -27,7 +27,7 @@ from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.schedules import Plateau, Schedule
-from kge_torchrec.training.session import Session, selection_of, validation_triples
+from kge_torchrec.training.session import Session, validation_triples
 from kge_torchrec.training.start import freeze
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_generators
@@ -79,12 +79,6 @@ class Trainer:
             TrainingInterrupted: Ctrl-C, after a checkpoint.
         """
         epochs, progress = self.config.train.epochs, self.progress
-        before = progress.selection
-        if progress.select_by(selection_of(self.config, self.session.store)):
-            self._say(
-                f"models were selected by {before} so far and are by {progress.selection} from "
-                "here on: the next validation is the best"
-            )
         with self._bar() as bar, self.stop, self.session.checkpoints.closing():
             if not epochs and not self.session.checkpoints.names():
                 self._save(ends=True)  # the initial values, which other verbs then read

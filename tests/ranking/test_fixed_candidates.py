@@ -21,7 +21,6 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.fixed import MISSING, FixedLists, rank_among_lists, read_lists
 from kge_torchrec.ranking.ranks import Ranks, metrics, ranked_among
-from kge_torchrec.training.session import selection_of
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
 EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
@@ -258,17 +257,6 @@ def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
     with pytest.raises(DataError, match="gives candidates twice for the same triple"):
         api.train(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_selection_names_the_lists(store):
-    def words(**changes) -> str:
-        return selection_of(config_of(store.path, **changes), store)
-
-    assert words() == "mrr"
-    options = {"evaluation__candidates_options": {"file": "x.npz"}}
-    assert words(evaluation__candidates="fixed", **options) == "mrr among candidates fixed x.npz"
-    options = {"evaluation__candidates_options": {"types": "x.tsv"}}
-    assert words(evaluation__candidates="types", **options) == "mrr among candidates types x.tsv"
 
 
 def test_options_of_other_candidates_are_refused(run):

@@ -15,7 +15,6 @@ from training_runs import (
     fit,
     largest_difference,
     longer_config,
-    scripted,
 )
 from worlds import WorldError, run_world
 
@@ -119,11 +118,13 @@ def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
 
 
 def test_keys_of_a_checkpoint_cannot_change(store, tmp_path):
-    keys = {"negatives__regime": "kvsall", "model__reciprocal": False, "train__epochs": 1}
+    keys = {"negatives__regime": "kvsall", "model__reciprocal": False, "train__epochs": 1,
+            "evaluation__every": 1}  # fmt: skip
     run = api.train(config_of(store, tmp_path / "run", **keys))
     for key, value in {
         "model.dim": 16, "model.scorer": "distmult", "train.optimizer": "adam", "seed": 3,
-        "negatives.sides": "tail", "train.averaging": "ema",
+        "negatives.sides": "tail", "train.averaging": "ema", "evaluation.metric": "mr",
+        "evaluation.max_triples": 4, "evaluation.candidates": "seen",
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change"):
             api.resume(run.path, {key: value})
@@ -135,22 +136,3 @@ def test_no_temporary_files_are_left(store, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_new_metric_resets_the_best_checkpoint(store, tmp_path, capsys):
-    """A mean rank is never below an MRR: compared with each other nothing would be better."""
-    options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    fit(config_of(store, tmp_path, train__epochs=2, **options), scripted([0.2, 0.4]))
-    options |= {"evaluation__metric": "mr", "run__progress": True, "train__epochs": 6}
-    session = fit(config_of(store, tmp_path, **options), scripted([18.5, 20.0, 12.0, 15.0], "mr"))
-    assert "selected by mrr so far and are by mr" in capsys.readouterr().err
-    found = progress(session.folder.path)
-    assert (found["best_metric"], found["best_checkpoint"]) == (12.0, "step-000000000025")
-
-
-def test_sampled_validation_is_not_compared_with_full_validation(store, tmp_path):
-    options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    sample = config_of(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
-    fit(sample, scripted([0.9, 0.8]))
-    session = fit(longer_config(store, tmp_path, **options), scripted([0.3, 0.2]))
-    assert session.checkpoints.best() == "step-000000000015"

@@ -139,12 +139,6 @@ def test_share_of_the_training_stops_a_run_also_after_a_resume(store, tmp_path):
     assert ends[0][1] == [[i + 1, value] for i, value in enumerate(values[:10])]
 
 
-def test_another_selection_forgets_the_validations():
-    state = TrainState(selection="mrr", validations=[[1, 0.5]])
-    state.select_by("hits@10")
-    assert state.validations == []
-
-
 def test_validation_follows_its_interval_and_the_last_epoch(store, tmp_path):
     fit(config_of(store, tmp_path, train__epochs=5, evaluation__every=2), scripted([1, 2, 3]))
     assert [line["epoch"] for line in lines(tmp_path, "valid")] == [2, 4, 5]
