@@ -405,7 +405,7 @@ def _raise_not_finite(names: Sequence[str | None]) -> None:
 def _make_empty(folder: Path) -> None:
     """Make an empty folder, and remove unfinished checkpoints of killed runs."""
     for leftover in folder.parent.glob(".partial-*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # a thread of an interrupted run may write yet
     folder.mkdir(parents=True)
 
 

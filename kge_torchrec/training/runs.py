@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -64,8 +63,8 @@ class Extras:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
         rank_test: Whether to rank test at the end.
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
-        is_trial: Whether this is a trial of a search: keys without effect are accepted, and it
-            writes no lines.
+        is_trial: Whether this is a trial of a search: keys without effect are accepted, the files
+            of a trial that fails stay, and it writes no lines.
         is_checked: Whether the caller has checked which keys have an effect.
     """
 
@@ -109,7 +108,7 @@ def train_run(
         folder, before, config = on_first_rank(
             ranks, lambda: _claim(config, extras, ranks, held, triples, resumes)
         )
-        with _ending(folder, ranks):
+        with _ending(folder, ranks, clears=folder.is_own and not extras.is_trial):
             on_first_rank(ranks, lambda: _begin_copy(folder, config, held))
             if triples is not None:
                 data = config.data
@@ -198,7 +197,7 @@ def _begin_copy(folder: RunFolder, config: Config, held: ExitStack) -> None:
 
 
 @contextmanager
-def _ending(folder: RunFolder, ranks: Processes) -> Iterator[None]:
+def _ending(folder: RunFolder, ranks: Processes, clears: bool) -> Iterator[None]:
     """Say how to resume an interrupted run, and remove a folder that was made for nothing.
 
     stopped.json tells a scheduler's script of a run that a signal stopped.
@@ -219,8 +218,11 @@ def _ending(folder: RunFolder, ranks: Processes) -> Iterator[None]:
             f"interrupted; resume with `train --resume {folder.path}`."
         ) from error
     except Exception:
-        if ranks.is_first and folder.is_own and not (folder.has_checkpoint or folder.has_race):
-            shutil.rmtree(folder.path, ignore_errors=True)
+        if ranks.is_first and clears and not (folder.has_checkpoint or folder.has_race):
+            with suppress(OSError):  # the next start in the folder tries again
+                folder.clear()
+                folder.remove(".lock")
+                folder.path.rmdir()  # unless somebody else has written into it
         raise
 
 

@@ -287,8 +287,9 @@ class Session:
         """
         triples = self.store.split(split)
         with self.trained_model() as model:
-            results = self._recommended(model, triples, split) | self._ranked(model, triples, split)
             evaluation = self.config.evaluation
+            ranks = metrics(model.ranks_of(triples, split, evaluation))
+            results = self._recommended(model, triples, split) | ranks
             results["baselines"] = model.baselines_of(triples, split, evaluation)
             k = cutoff_of(evaluation.metric)
             if k is not None:
@@ -301,10 +302,7 @@ class Session:
         triples = validation_triples(self.config, self.store)
         with self.trained_model() as model:
             found = self._recommended(model, triples, "valid")
-            return found or self._ranked(model, triples, "valid")
-
-    def _ranked(self, model: TrainedModel, triples: np.ndarray, split: str) -> dict[str, Any]:
-        return metrics(model.ranks_of(triples, split, self.config.evaluation))
+            return found or metrics(model.ranks_of(triples, "valid", self.config.evaluation))
 
     def _recommended(self, model: TrainedModel, triples: np.ndarray, split: str) -> dict[str, Any]:
         """Return the metrics of recommended tails; {} if evaluation.metric is one of ranks."""

@@ -39,10 +39,6 @@ class TrainState:
         """Return plain values for JSON."""
         return asdict(self)
 
-    def is_better(self, metric: str, value: float) -> bool:
-        """Return whether ``value`` beats the best so far.  A lower mean rank is better."""
-        return beats(metric, value, self.best_metric)
-
     def has_stalled(self, metric: str, share: float) -> bool:
         """Return whether the last share of the training gained less than ``LEAST_GAIN``.
 
@@ -90,7 +86,7 @@ class TrainState:
 
 
 def beats(metric: str, value: float, best: float | None, threshold: float = 0.0) -> bool:
-    """Return whether a value beats the best one by more than a relative threshold."""
+    """Return whether a value beats the best one by a relative threshold; a lower mr is better."""
     if best is None:
         return True
     if metric == "mr":

@@ -29,7 +29,7 @@ from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, validation_triples
 from kge_torchrec.training.start import freeze
-from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.state import TrainState, beats
 from kge_torchrec.training.step import seed_generators
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trackers import MetricsLog
@@ -214,7 +214,7 @@ class Trainer:
         results = self.session.validate()
         seconds = time.perf_counter() - start
         value = value_of(results, metric)
-        better = progress.is_better(metric, value)
+        better = beats(metric, value, progress.best_metric)
         if better:
             progress.best_metric, progress.best_checkpoint = value, name_of(progress)
         progress.bad_validations = 0 if better else progress.bad_validations + 1

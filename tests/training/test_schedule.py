@@ -11,7 +11,7 @@ from training_runs import config_of, fit, scripted
 
 from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.training.schedules import Schedule
-from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.state import TrainState, beats
 from kge_torchrec.training.trainer import Trainer
 
 
@@ -161,9 +161,8 @@ def test_sample_of_valid_does_not_change(store, tmp_path):
 
 @pytest.mark.parametrize("metric, better, worse", [("mr", 4.9, 5.1), ("mrr", 5.1, 4.9)])
 def test_better_values_depend_on_the_metric(metric, better, worse):
-    progress = TrainState(best_metric=5.0)
-    assert progress.is_better(metric, better) and not progress.is_better(metric, worse)
-    assert not progress.is_better(metric, 5.0) and TrainState().is_better(metric, worse)
+    assert beats(metric, better, 5.0) and not beats(metric, worse, 5.0)
+    assert not beats(metric, 5.0, 5.0) and beats(metric, worse, None)
 
 
 def test_progress_round_trips_through_plain_values():
