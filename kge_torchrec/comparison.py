@@ -280,6 +280,7 @@ def text(content: dict[str, Any]) -> str:
     regime = content["config"]["negatives"]["regime"]
     rate = f"{NegativesConfig(regime=regime).examples}/s"
     trained, speed, split, traffic = (list[dict[str, Cell]]() for _ in range(4))
+    kinds = dict[str, str]()
     for size, measured in content["training"].items():
         for name, losses in measured["losses"].items():
             metrics = measured["metrics"].get(name, {}).get("both", {}).get("realistic", {})
@@ -311,18 +312,16 @@ def text(content: dict[str, Any]) -> str:
             sent = [rank["traffic"] for rank in repeats[0]]
             calls = sent[0]["collectives"].items()
             traffic.append({
-                **who,
-                **{
-                    title: statistics.mean(x[key] for x in sent)
-                    for title, key in (("looked up", "rows_looked_up"), ("rows sent", "rows_sent"),
-                                       ("KiB sent", "bytes_sent"))
-                },
+                **who, "looked up": statistics.mean(x["rows_looked_up"] for x in sent),
+                **{f"{kind} KiB": statistics.mean(x["sent"][kind] for x in sent) / 1024
+                   for kind in sent[0]["sent"]},
                 "collectives": ", ".join(f"{n:g} {kind}" for kind, n in calls) or "none",
             })  # fmt: skip
-    whole = dict.fromkeys((rate, "lowest", "highest", "looked up", "rows sent"), ",.0f")
+            kinds = dict.fromkeys((f"{kind} KiB" for kind in sent[0]["sent"]), ",.1f")
+    whole = dict.fromkeys((rate, "lowest", "highest", "looked up"), ",.0f")
     shown: dict[str, Any] = {
         **whole, **dict.fromkeys((*PARTS, "all"), ".3g"), "last loss": ".4g",
-        "difference": ".1e", "ratio": ".2f", "KiB sent": lambda size: f"{size / 1024:,.1f}",
+        "difference": ".1e", "ratio": ".2f", **kinds,
         **dict.fromkeys(("peak MiB", "on GPU"), lambda peak: f"{peak / 2**20:,.0f}"),
     }  # fmt: skip
     tables = {

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for sent_bytes
-
 STEPS = 240  # at least; glibc's heap grows over the first hundreds of steps
 CONFIG = {
     "model.dim": 64, "negatives.count": 512, "train.batch_size": 8192, "evaluation.every": 0,
@@ -77,10 +75,9 @@ def work(out: Path, settings: dict) -> None:
     from kge_torchrec.environment import peak_resident_bytes, prepare_process
 
     prepare_process()
-    from sent_bytes import WatchCollectives
-
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.distributed.processes import processes
+    from kge_torchrec.distributed.traffic import Traffic
     from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.state import TrainState
@@ -102,10 +99,10 @@ def work(out: Path, settings: dict) -> None:
         }
         stream = trainer.batches.epoch(1)
         trainer.pipeline.progress(stream)
-        with WatchCollectives() as watch:
+        with Traffic() as traffic:
             for _ in range(10):
                 trainer.pipeline.progress(stream)
-        facts["sent"] = sum(watch.sent.values()) / 10
+        facts["sent"] = sum(traffic.sent.values()) / 10
         (out / f"{ranks.rank}.json").write_text(json.dumps(facts))
         ranks.barrier()
 

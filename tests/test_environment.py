@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,24 +285,6 @@ def test_missing_package_is_left_out():
     assert list(environment.installed(["no-such-package-as-this", "torch"])) == ["torch"]
 
 
-@pytest.fixture
-def mallopt(monkeypatch):
-    """Records the calls of glibc's mallopt instead of making them."""
-    calls = []
-
-    class C:
-        @staticmethod
-        def mallopt(option, size):
-            calls.append((option, size))
-            return 1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: C)
-    monkeypatch.setattr(sys, "platform", "linux")
-    for key in [key for key in os.environ if key.startswith("MALLOC_")]:
-        monkeypatch.delenv(key)
-    return calls
-
-
 PAGE_FAULTS = """
 import resource, sys
 import numpy as np
@@ -330,20 +313,18 @@ def test_large_blocks_are_kept_by_malloc():
     assert faults["kept"] < faults["not"] / 10
 
 
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"])
-def test_environment_variables_win(mallopt, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    assert keep_large_blocks() is False and not mallopt
-
-
-def test_other_systems_are_not_changed(mallopt, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert keep_large_blocks() is False and not mallopt
-
-
-def test_c_library_without_mallopt_is_supported(mallopt, monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert keep_large_blocks() is False
+@pytest.mark.parametrize("where", ["glibc", "another library", "another system", "a variable"])
+def test_blocks_are_kept_by_glibc_unless_a_variable_says_how(monkeypatch, where):
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
+    for key in [key for key in os.environ if key.startswith("MALLOC_")]:
+        monkeypatch.delenv(key)
+    if where == "a variable":
+        monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    made = object() if where == "another library" else library
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(sys, "platform", "darwin" if where == "another system" else "linux")
+    assert keep_large_blocks() == (where == "glibc") == bool(calls)
 
 
 @pytest.mark.parametrize(

@@ -226,24 +226,6 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 @pytest.mark.slow
-def test_two_starts_at_once_lose_nothing(tmp_path):
-    """One of them trains its seeds; the other is refused, or joins when the first has ended."""
-    started = [
-        subprocess.Popen(
-            command(tmp_path / "runs", seeds), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-        )
-        for seeds in ("0,1", "2,3")
-    ]
-    said = [process.communicate()[1] for process in started]
-    codes = [process.returncode for process in started]
-    assert sorted(codes) in ([0, 0], [0, 1]), said
-    runs = SeedRuns(tmp_path / "runs")
-    assert runs.missing == [] and len(runs.results()) == 2 * codes.count(0)
-    for code, text in zip(codes, said, strict=True):
-        assert code == 0 or "is being trained by process" in text
-
-
-@pytest.mark.slow
 def test_second_start_after_a_kill_trains_only_what_is_missing(tmp_path, capsys):
     killed = tmp_path / "killed"
     started = subprocess.Popen(command(killed, "3"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)

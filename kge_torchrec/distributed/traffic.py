@@ -12,29 +12,32 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The first kind counts that begins an operator's name, both without underscores.
-_KINDS = (
-    "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather",
-    "scatter", "send",
-)  # fmt: skip
+_NAMES = {
+    "alltoall_base_": "all_to_all", "allreduce_": "all_reduce", "allgather_": "all_gather",
+    "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+}  # fmt: skip
+# Rounds of a ring, and the places of its whole tensors and of its group among the arguments.
+_RINGS = {
+    "allreduce_": (2, 0, 1), "allgather_": (1, 0, 2), "_allgather_base_": (1, 0, 2),
+    "_reduce_scatter_base_": (1, 1, 2),
+}  # fmt: skip
 
 
 class Traffic(TorchDispatchMode):
     """Counts this rank's collectives and messages while entered, those of backward and of DDP too.
 
-    It sees the collectives that torch dispatches, as torch.distributed.tensor.debug.CommDebugMode
-    does, which counts collectives but not their bytes.
-
     Attributes:
         collectives: Number per kind; a message to another rank is a "send".
-        bytes_sent: Bytes that all_to_all and send sent to other ranks.
-        floats_sent: The elements of rows and gradients among them.
+        sent: Bytes by the kinds of a plan, without what the rank keeps for itself. All-to-alls and
+            messages of integers are ids, others gradients in backward and rows else. Other
+            collectives are dense and count as rings: an all-reduce of n ranks sends 2 (n - 1) / n
+            of its size, an all-gather or a reduce-scatter half of that.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: Counter[str] = Counter()
-        self.bytes_sent = self.floats_sent = 0
+        self.sent = dict.fromkeys(("ids", "rows", "gradients", "dense"), 0.0)
 
     def __torch_dispatch__(
         self,
@@ -44,25 +47,26 @@ class Traffic(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Count an operator if it is a collective, and run it."""
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__.replace("_", "").removeprefix("i")
-        kinds = [kind for kind in _KINDS if name.startswith(kind.replace("_", ""))]
-        if kinds and func.namespace in ("c10d", "_c10d_functional"):
-            self.collectives[kinds[0]] += 1
-            if kinds[0] in ("all_to_all", "send"):
-                names = [argument.name for argument in func._schema.arguments]
-                self._count(dict(zip(names, args, strict=False)) | kwargs)
-        return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name not in ("barrier", "recv_"):
+            self.collectives[_NAMES.get(name, name)] += 1
+            self._count(name, args)
+        return func(*args, **(kwargs or {}))
 
-    def _count(self, arguments: dict[str, Any]) -> None:
-        """Count what an all_to_all or a send sends, without this rank's own part."""
-        # It has inputs, or sends the tensors of its arguments.
-        names = [name for name in arguments if name.startswith("input")] or list(arguments)
-        leaves = tree_leaves([arguments[name] for name in names])
-        (tensor,) = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        elements = tensor.numel()
-        if names != list(arguments):
-            splits = arguments.get("input_split_sizes") or [1] * dist.get_world_size()
-            elements -= elements * splits[dist.get_rank()] // max(1, sum(splits))
-        self.bytes_sent += elements * tensor.element_size()
-        self.floats_sent += elements * tensor.is_floating_point()
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in _RINGS:
+            rounds, tensors, group = _RINGS[name]
+            count = dist.ProcessGroup.unbox(args[group]).size()
+            size = sum(tensor.nbytes for tensor in tree_leaves(args[tensors]))
+            self.sent["dense"] += rounds * (count - 1) / count * size
+            return
+        if name not in ("alltoall_base_", "send"):
+            return
+        sent, share = args[0][0] if name == "send" else args[1], 1.0
+        if name != "send":
+            splits = args[4] or [1] * dist.get_world_size()
+            share = 1 - splits[dist.get_rank()] / max(1, sum(splits))
+        backward = torch._C._current_autograd_node() is not None
+        rows = "gradients" if backward else "rows"  # in int8 too
+        kind = rows if sent.is_floating_point() or sent.dtype == torch.uint8 else "ids"
+        self.sent[kind] += round(share * sent.numel()) * sent.element_size()

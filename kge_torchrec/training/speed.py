@@ -146,7 +146,6 @@ def _traffic(trainer: Trainer) -> dict[str, Any]:
             trainer.train_step(stream)
     return {
         "rows_looked_up": looked_up / COUNTED,
-        "rows_sent": traffic.floats_sent / trainer.session.backend.shard().dim / COUNTED,
-        "bytes_sent": traffic.bytes_sent / COUNTED,
+        "sent": {kind: size / COUNTED for kind, size in traffic.sent.items()},
         "collectives": {kind: n / COUNTED for kind, n in traffic.collectives.items()},
     }

@@ -69,8 +69,7 @@ def test_comparison_writes_all_results(tmp_path):
                 assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
                 sent = rank["traffic"]
                 assert sent["rows_looked_up"] > 0
-                for kind in ("rows_sent", "bytes_sent"):
-                    assert (sent[kind] == 0) == (world_size == "1")
+                assert all((size == 0) == (world_size == "1") for size in sent["sent"].values())
     assert sorted(path.name for path in folder.iterdir()) == ["comparison.json", "store"]
     assert multiprocessing.active_children() == []
 
@@ -200,13 +199,13 @@ def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(name, tmp_path,
 
 def repeats(*medians: float) -> list[list[dict[str, Any]]]:
     """A repeat for each median: of two ranks, with three blocks, the outer ones far off."""
-    sent = {"rows_looked_up": 100.0, "rows_sent": 90.0, "bytes_sent": 2048.0}
+    sent = {"ids": 1024.0, "rows": 2048.0, "gradients": 3072.0, "dense": 0.0}
     rank = {
         "peak_memory_bytes": 300 << 20,
         "split": {part: float(i) for i, part in enumerate(PARTS, 1)},
-        "traffic": {**sent, "collectives": {"all_to_all": 4.0}},
+        "traffic": {"rows_looked_up": 100.0, "sent": sent, "collectives": {"all_to_all": 4.0}},
     }
-    other = {**rank, "traffic": {**rank["traffic"], "rows_sent": 110.0}}
+    other = {**rank, "traffic": {**rank["traffic"], "rows_looked_up": 120.0}}
     return [
         [{**one, "triples_per_second": [0.5 * rate, rate, 1.5 * rate]} for one in (rank, other)]
         for rate in medians
@@ -245,14 +244,14 @@ def test_variants_take_turns_there_and_back(tmp_path, monkeypatch):
 
 
 def test_tables():
-    """Medians of repeats and their spread; rows and bytes are means of the ranks."""
+    """Medians of repeats and their spread; traffic is the mean of the ranks."""
     lines = lines_of(1e-6, torchrec=repeats(1e5, 1.1e5), handrolled=repeats(2e5, 2.6e5, 2.2e5))
     for line in (
         "2 handrolled 20 2 0.5000 0.7500 1.0e-06",
         "2 torchrec 105,000 100,000 110,000 1.00 300",
         "2 handrolled 220,000 200,000 260,000 2.10 300",
         "2 torchrec 1 2 3 4 5 15",
-        "2 torchrec 100 100 2.0 4 all_to_all",
+        "2 torchrec 110 1.0 2.0 3.0 0.0 4 all_to_all",
     ):
         assert line in lines
 

@@ -214,17 +214,20 @@ def rank_sends_known_sizes() -> tuple[tuple, tuple]:
     return vars_of(traffic), vars_of(gradients)
 
 
-def vars_of(traffic: Traffic) -> tuple[dict, int, int]:
-    return dict(traffic.collectives), traffic.floats_sent, traffic.bytes_sent
+def vars_of(traffic: Traffic) -> tuple[dict, dict]:
+    return dict(traffic.collectives), traffic.sent
 
 
 def test_collectives_of_known_sizes_and_of_ddp():
     (first, one), (second, two) = run_test_world(2, rank_sends_known_sizes)
     kinds = {"all_to_all": 3, "all_reduce": 1, "all_gather": 1}
-    sent = 3 * 8 + 3 * 4 + 3 * 4 * 2 + 7 * 4
-    assert first == (kinds | {"send": 1}, 3 * 4 + 7, sent)
-    assert second == (kinds, 2 * 4, 2 * 8 + 3 * 4 + 2 * 4 * 2)
-    assert one == two == ({"all_reduce": 1}, 0, 0)  # what all_to_all and send have sent
+    dense = 10 * 4 + 3 * 4  # of rings of two: all of a sum, one part of two of a gather
+    ids, rows = (3 * 8 + 3 * 4, 2 * 8 + 3 * 4), (3 * 4 * 2 + 7 * 4, 2 * 4 * 2)
+    assert first[0] == kinds | {"send": 1} and second[0] == kinds
+    for (_, sent), ids_sent, rows_sent in zip((first, second), ids, rows, strict=True):
+        assert sent == {"ids": ids_sent, "rows": rows_sent, "gradients": 0, "dense": dense}
+    sums = {"ids": 0, "rows": 0, "gradients": 0, "dense": (3 * 2 + 2) * 4}
+    assert one == two == ({"all_reduce": 1}, sums)
 
 
 def looked_up(config, store, world_size: int) -> list[list[np.ndarray]]:
@@ -237,7 +240,7 @@ def looked_up(config, store, world_size: int) -> list[list[np.ndarray]]:
     return results
 
 
-def test_rows_and_bytes_of_a_step(tmp_path):
+def test_bytes_of_a_step(tmp_path):
     """TorchRec tells the numbers of lengths and ids, the batch size and the lengths before ids."""
     second_starts, counts, exchanges, dim = 19, 4, 5, 8  # rank 0 has the larger part of 37 rows
     store = tiny_store(tmp_path / "store")
@@ -251,6 +254,6 @@ def test_rows_and_bytes_of_a_step(tmp_path):
     for rank, sent in enumerate(one["traffic"] for one in ranks):
         out, back = elsewhere[rank].mean(), elsewhere[1 - rank].mean()
         assert sent["rows_looked_up"] == pytest.approx(numbers[rank].mean())
-        assert sent["rows_sent"] == pytest.approx(out + back)
-        assert sent["bytes_sent"] == pytest.approx((out + back) * dim * 4 + (out + counts) * 8)
+        sizes = {"ids": 8 * (out + counts), "rows": 4 * dim * back, "gradients": 4 * dim * out}
+        assert sent["sent"] == pytest.approx(sizes | {"dense": 4 * dim * 2 * store.num_relations})
         assert sent["collectives"] == {"all_to_all": exchanges, "all_reduce": 1}

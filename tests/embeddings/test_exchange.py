@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sent_bytes import WatchCollectives
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, environment
+from kge_torchrec.distributed.traffic import Traffic
 from kge_torchrec.embeddings.exchange import (
     GRADIENT_SCALE,
     exchanged,
@@ -140,7 +140,7 @@ def sent_both_ways():
     rows = torch.arange(sum(send) * 2.0).view(-1, 2) + 100 * rank
     theirs = rows.new_empty(sum(receive), 2)
     dist.all_to_all_single(theirs, rows, receive, send)
-    with WatchCollectives() as watch:
+    with Traffic() as watch:
         ours = exchanged(rows, send, receive, dist.group.WORLD)
     others = sum(send) - send[rank]
     return ours, theirs, watch.sent["rows"] == 8 * others

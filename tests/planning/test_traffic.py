@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from planned_runs import plan_of, seconds, stored
-from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples, shared_folder
 from worlds import run_world
 
@@ -18,6 +17,7 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.distributed.traffic import Traffic
 from kge_torchrec.planning.report import make_plan
 from kge_torchrec.planning.step import ETHERNET_SHARE, LATENCY, Step
 from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
@@ -64,10 +64,10 @@ def sent(config: Config) -> dict[str, float]:
         stream = build_batches(config, store, ranks).epoch(0)
         for _ in range(4):  # DDP sorts its buckets in the first steps
             pipeline.progress(stream)
-        with WatchCollectives() as watch:
+        with Traffic() as traffic:
             for _ in range(STEPS):
                 pipeline.progress(stream)
-    return {kind: size / STEPS for kind, size in watch.sent.items()}
+    return {kind: size / STEPS for kind, size in traffic.sent.items()}
 
 
 SHARED = {"negatives__count": 64}
