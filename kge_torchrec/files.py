@@ -59,12 +59,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write or replace a JSON file atomically."""
-    write_text(path, json_text(value))
-
-
-def json_text(value: Any) -> str:
-    """Return the content of a JSON file."""
-    return json.dumps(value, indent=1) + "\n"
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def finite(value: Any) -> Any:

@@ -348,13 +348,6 @@ def _delivery(config: Config, store: TripleStore, processes: Processes) -> Deliv
     return delivery
 
 
-def examples_per_epoch(config: Config, store: TripleStore) -> int:
-    """Return the number of examples per epoch, in the unit of negatives.examples."""
-    if config.negatives.regime == "sampled":
-        return len(store.train)
-    return len(_examples(config, store))
-
-
 def _examples(config: Config, store: TripleStore, weights: np.ndarray | None = None) -> Examples:
     """Return the examples of an epoch in the regimes other than "sampled"."""
     regime, sides = config.negatives.regime, sides_of(config.negatives.sides)

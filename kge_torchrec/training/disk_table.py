@@ -212,13 +212,9 @@ def mapped_or_read(checkpoint: Checkpoint, name: str, wanted: range, dim: int) -
             checkpoint.read(name, piece)  # to verify it
         start = 8 + size + 4 * dim * wanted.start + starts.pop()
         return torch.from_numpy(np.memmap(path, np.float32, "c", start, (len(wanted), dim)))
-    with tempfile.TemporaryFile(dir=_writable(checkpoint.folder.parent)) as copy:
+    beside = checkpoint.folder.parent  # or the system's folder for such files
+    with tempfile.TemporaryFile(dir=beside if os.access(beside, os.W_OK) else None) as copy:
         os.posix_fallocate(copy.fileno(), 0, 4 * dim * len(wanted))
         rows = torch.from_numpy(np.memmap(copy, np.float32, "r+", shape=(len(wanted), dim)))
     checkpoint.fill([Rows(name, rows, wanted.start)])
     return rows
-
-
-def _writable(folder: Path) -> Path | None:
-    """Return a folder if files can be made in it, else None, the system's folder for them."""
-    return folder if os.access(folder, os.W_OK) else None

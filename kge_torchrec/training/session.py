@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -252,16 +251,23 @@ class Session:
         return str(self.backend.unwrapped_model.objective.precision).removeprefix("torch.")
 
     @property
-    def _layout(self) -> list[int]:
-        """The numbers that say how a table on disk is cut; empty for one in memory."""
-        return [] if self.disk is None else [*astuple(self.disk.layout)]
+    def _layout(self) -> str:
+        """How a table on disk is cut, in words that name all numbers of its ``PartLayout``."""
+        if self.disk is None:
+            return "no parts (entities.placement memory)"
+        cut = self.disk.layout
+        often = f", {cut.passes} passes" if cut.passes > 1 else ""
+        return (
+            f"{cut.parts} parts of {cut.part_rows:,} rows, {cut.places} of them in memory{often}, "
+            f"on {cut.world_size} ranks"
+        )
 
     def _check_layout(self, progress: TrainState) -> None:
         if progress.step and progress.parts != self._layout:
             raise ConfigError(
                 f"the checkpoint was written within epoch {progress.epoch + 1}, whose triples "
-                f"were sorted by {_parts(progress.parts)}, and now there are "
-                f"{_parts(self._layout)}; resume with the former, or with the version that "
+                f"were sorted by {progress.parts}, and now there are "
+                f"{self._layout}; resume with the former, or with the version that "
                 "wrote the checkpoint, until the epoch ends"
             )
 
@@ -329,12 +335,3 @@ def validation_triples(config: Config, store: TripleStore) -> np.ndarray:
         return sample_users(triples, limit, config.seed)
     stream = np.random.default_rng(config.seed)
     return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
-
-
-def _parts(layout: list[int]) -> str:
-    """Say how a table is cut, see ``PartLayout``."""
-    if not layout:
-        return "no parts (entities.placement memory)"
-    _, ranks, parts, places, _, passes = layout
-    often = f", {passes} passes" if passes > 1 else ""
-    return f"{parts} parts, {places} of them in memory{often}, on {ranks} ranks"

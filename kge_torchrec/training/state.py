@@ -32,7 +32,7 @@ class TrainState:
     table_step: int = 0  # steps of the table's optimizer
     averaged: int = 0  # number of weights in the average
     precision: str = ""  # of products with rows, such as bfloat16
-    parts: list[int] = field(default_factory=list)  # layout of a table on disk
+    parts: str = ""  # how a table on disk is cut
     data: str = ""  # fingerprint of the training store
 
     def to_dict(self) -> dict[str, Any]:

@@ -60,7 +60,10 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
                 number = getattr(signal, name, None)
-                if number is None or (number == signal.SIGINT and not _raises_interrupt()):
+                if number is None or (
+                    number == signal.SIGINT
+                    and signal.getsignal(number) is not signal.default_int_handler
+                ):
                     continue
                 self._handlers[number] = signal.signal(number, self._receive)
         return self
@@ -107,8 +110,3 @@ class StopSignal:
             os.write(2, self._note.encode())  # print is not reentrant in a signal handler
         elif self._received == _NOTHING:  # a scheduler and torchrun may both send a signal
             self._received = _STOP
-
-
-def _raises_interrupt() -> bool:
-    """Return whether SIGINT raises KeyboardInterrupt, which is Python's default."""
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -190,10 +190,12 @@ def test_rejected_extension_leaves_no_files(tmp_path):
 
 
 def test_extension_inherits_settings(tmp_path):
-    """A tenth of the epochs, rounded up, and values that were null."""
+    """A tenth of the epochs, rounded up, and values that were null; validations begin anew."""
     for epochs, expected in ((2, 1), (11, 2)):
-        run = base_run(train__batch_size=None, train__epochs=epochs)
-        made = extend(run, new_triples(), tmp_path / f"run{epochs}")
+        run = base_run(train__batch_size=None, train__epochs=epochs, evaluation__every=1)
+        overrides = {"evaluation.metric": "mr"}
+        made = extend(run, new_triples(), tmp_path / f"run{epochs}", overrides=overrides)
+        assert made.config.evaluation.metric == "mr"
         assert made.config.train.epochs == made.results["train"]["epochs"] == expected
         assert made.config.train.batch_size == RunFolder(run).load_config().train.batch_size
 

@@ -1,4 +1,4 @@
-"""A session: its examples, and the filters and precision of its rankings."""
+"""A session: the filters and the precision of its rankings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from key_effects import restored
 from oracle_ranking import oracle_ranks
 from training_runs import config_of, tiny_store
 
-from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.blocks import ModelScores, Queries
 from kge_torchrec.ranking.ranks import Ranks, metrics
 from kge_torchrec.ranking.search import top_k
-from kge_torchrec.training.assembly import build_batches, examples_per_epoch
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, load_trained
@@ -95,13 +94,3 @@ def test_reading_a_model_does_not_change_tf32(session, tf32_in_training, key):
     assert tf32_in_training() == (not key)
     Session(config, session.folder, session.processes)
     assert tf32_in_training() == key
-
-
-@pytest.mark.parametrize("regime", ["sampled", "1vsall", "kvsall", "allvsall", "kvssample"])
-def test_examples_match_the_batches(regime, tmp_path):
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    store = tiny_store(tmp_path / "store")
-    for sides in ({}, {"negatives__sides": "tail", "model__reciprocal": False}):
-        keys = {"negatives__regime": regime, "loss__name": "bce", "train__batch_size": 8, **sides}
-        config = config_of("none", **keys)
-        assert examples_per_epoch(config, store) == build_batches(config, store, alone).examples

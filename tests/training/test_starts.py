@@ -40,9 +40,9 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def fail(config) -> None:
+def fail(config, *callbacks) -> None:
     with pytest.raises(RuntimeError, match="a mistake in the loss"):
-        api.train(config)
+        api.train(config, callbacks)
 
 
 # run.resume
@@ -136,6 +136,9 @@ def test_second_start_repeats_the_first_error(tmp_path):
     for _ in range(2):
         fail(config_of(tmp_path / "train.tsv", tmp_path / "run", **trackers, **FAILS))
         assert not (tmp_path / "run").exists()
+    write = lambda kind, values: (tmp_path / "run" / "mine").write_text(kind)  # noqa: E731
+    fail(config_of(tmp_path / "train.tsv", tmp_path / "run", train__log_every=1, **FAILS), write)
+    assert names(tmp_path / "run") == {"mine"}
 
 
 def test_folder_of_a_failed_start_takes_the_same_command(store, tmp_path, capsys):
