@@ -253,9 +253,9 @@ while name and name not in self.places: => while False:
 [config/yaml_file.py: test_config.py]
 if name in lines: => if False:
 [config/rules.py: test_config.py test_bad_input.py test_keys.py]
-if options.buffer > options.parts: => if options.buffer < 0: @@ training/test_refused.py
-if negatives.in_batch and negatives.chunk_size == 1: => if negatives.in_batch and negatives.chunk_size == 0: @@ training/test_refused.py
-used = "tail queries use the relations themselves" => pass
+(places.buffer > places.parts, => (places.buffer < 0, @@ training/test_refused.py
+(negatives.in_batch and negatives.chunk_size == 1, => (negatives.in_batch and negatives.chunk_size == 0, @@ training/test_refused.py
+unused = "tail queries use the relations themselves" => pass
 [config/checks.py: test_config.py test_errors.py]
 "in [0, 1)", lambda share: 0 <= share < 1 => "in [0, 1)", lambda share: 0 <= share <= 1 @@ test_config.py -k wrong_value
 # planning, tuning, comparison

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 import torch.distributed as dist
 import yaml
 from training_runs import QUIET, config_of, evaluate, random_triples, tiny_store
@@ -31,19 +30,6 @@ def run(tmp_path_factory):
                        evaluation__every=2, train__epochs=4)  # fmt: skip
     with api.train(config) as run:
         yield run
-
-
-def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str, float]:
-    """Label -> score, one triple at a time from the checkpoint's rows."""
-    model, store = run.model, run.model.store
-    rows = model.shard.rows
-    side, anchor = ("tail", head) if tail is None else ("head", tail)
-    (anchor,), (relation,) = store.entities.ids([anchor]), store.relations.ids([relation])
-    relations = torch.full((len(rows),), int(relation))
-    anchors = rows[int(anchor)].expand_as(rows)
-    with torch.no_grad():
-        scores = model.scorer.score(anchors, relations, rows, side)
-    return dict(zip(store.entities.labels(range(len(rows))), scores.tolist(), strict=True))
 
 
 def test_evaluate_equals_the_results(run):
@@ -127,30 +113,6 @@ def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:
     head, relation, tail = store.split(split)[0].tolist()
     (relation,) = store.relations.labels([relation])
     return (*store.entities.labels([head]), relation, *store.entities.labels([tail]))
-
-
-@pytest.mark.parametrize("side", ["head", "tail"])
-def test_predict_equals_brute_force(run, side):
-    head, relation, tail = some_triple(run, "test")
-    query = {"tail": tail} if side == "head" else {"head": head}
-    scores = scores_of_all(run, relation, **query)
-    predictions = run.predict(relation=relation, k=10, **query)
-    assert [answer.rank for answer in predictions] == list(range(1, 11))
-    assert [answer.score for answer in predictions] == pytest.approx(
-        sorted(scores.values(), reverse=True)[:10], rel=1e-5, abs=1e-7
-    )
-    for answer in predictions:
-        assert answer.score == pytest.approx(scores[answer.label], rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_known_answers_are_marked_or_excluded(run, split):
-    head, relation, tail = some_triple(run, split)
-    every = run.predict(head=head, relation=relation, k=10**6)
-    assert len(every) == run.model.store.num_entities
-    assert {a.label: a.known for a in every}[tail] == split
-    new = run.predict(head=head, relation=relation, k=10**6, known=False)
-    assert [a.label for a in new] == [a.label for a in every if a.known is None]
 
 
 def test_invalid_queries_are_rejected(run):

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from key_effects import restored
-from training_runs import QUIET
+from training_runs import QUIET, restored
 
 import kge_torchrec
 from kge_torchrec import api, environment

@@ -2,24 +2,284 @@
 
 A key that both engines read (the optimizer of the table) has an entry for each; that losses and
 regimes act as their formulas say is for ``tests/training/test_exact.py``.  A new key fails the
-first test until the table has it: give two values, what must differ (a property of
-``key_effects.Effects``), and the other keys that it takes to see it.
+first test until the table has it: give two values, what must differ (a property of ``Effects``),
+and the other keys that it takes to see it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from contextlib import ExitStack, redirect_stderr, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
-from key_effects import Effects, changed, make_graphs, restored
-from training_runs import quiet
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from training_runs import quiet, random_triples, restored, tiny_store
 
+from kge_torchrec import api
 from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import declared
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import KINDS, resolve
-from kge_torchrec.distributed.processes import processes
+from kge_torchrec.data.prepare import extend_store, prepare
+from kge_torchrec.distributed import dense
+from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.embeddings import torchrec
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training import checkpoints, runs
+from kge_torchrec.training.run_data import open_store
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session, validation_triples
+from kge_torchrec.training.start import begin
+from kge_torchrec.training.trainer import Trainer
+
+
+def make_graphs(folder: Path) -> Path:
+    """Input of every kind: a store, a file to split, and files with a relation in test only."""
+    store = tiny_store(folder / "store", train=70)  # three steps of 32
+    extend_store(
+        store, {"train": [("new", "r0", "e1"), ("e2", "other", "new")]}, folder / "extended"
+    )
+    np.save(folder / "vectors.npy", np.random.default_rng(0).normal(size=(20, 8)))
+    (folder / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(20)))
+    lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
+    (folder / "single.tsv").write_text("".join(lines))
+    timed = ["\t".join(triple) for triple in random_triples(20, 2, 60)]
+    rows = [f"{row}\t{i * 7 % 60}\t{i * 11 % 60}\n" for i, row in enumerate(timed)]
+    (folder / "timed.tsv").write_text("head\trelation\ttail\ttime\tlater\n" + "".join(rows))
+    (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
+    (folder / "w.words").write_text("a r b\nb r c\na s c\n")
+    (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")
+    for name, text in (
+        ("bars", "a|r,s|b\nb|r,s|c\n"), ("pairs", "a\tb\nb\tc\n"), ("ids", "0\t1\t1\n1\t0\t0\n"),
+        ("marked", '#a\tr\t"b"\nb\tr\tc\nb\tr\t#a\nc\tr\n'),
+        ("names", "0\tann\tred\n1\tbob\tblue\n"), ("numbers", "0\t10\n1\t11\n"),
+    ):  # fmt: skip
+        (folder / f"{name}.tsv").write_text(text)
+    weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
+    prepare({"train": weighted}, folder / "weighted")
+    triples = np.concatenate([store.valid, store.test])
+    columns = dict(zip(("head", "relation", "tail"), triples.T, strict=True))
+    for name, count in (("lists", 12), ("short_lists", 3)):
+        lists = np.tile(np.arange(count), (len(triples), 1))
+        np.savez(folder / f"{name}.npz", head_neg=lists, tail_neg=lists, **columns)
+    (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
+    prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
+    (folder / "prefixed.tsv").write_text("".join(prefixed))
+    (folder / "features.tsv").write_text("".join(f"e{i}\t{i % 3}\n" for i in range(20)))
+    (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
+    (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))
+    (folder / "unseen").mkdir()
+    (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
+    (folder / "unseen" / "test.tsv").write_text("a\tnew\tc\n")
+    return folder
+
+
+class Effects:
+    """The effects of a config; each is computed at the first access and cached.
+
+    All values compare with ==, and equal configs have equal values.
+    """
+
+    def __init__(self, config: Config, folder: Path, ranks: Processes):
+        self.config, self.folder, self.ranks = config, folder, ranks
+        self.log: list[tuple[str, Any]] = []
+
+    @cached_property
+    def triples(self) -> Any:
+        """Triples of every split by label, or the error that reading them raises."""
+        try:
+            store = open_store(self.config, self.folder / "prepared")
+        except KGEError as error:
+            return type(error).__name__, str(error).replace(str(self.folder), "")
+        return {
+            split: [
+                (*store.entities.labels([head]), relation, *store.entities.labels([tail]))
+                for head, relation, tail in store.split(split).tolist()
+            ]
+            for split in ("train", "valid", "test")
+        }
+
+    @cached_property
+    def session(self) -> Session:
+        """The session before training; ``options`` has how torch was called to make it."""
+        self.options: list[Any] = []
+
+        def compile(function, **how):
+            self.options.append(how)
+            return function
+
+        def fully_shard(module, *, mesh, reshard_after_forward, offload_policy):
+            self.options.append((reshard_after_forward, type(offload_policy).__name__))
+
+        with patch.object(torch, "compile", compile), ExitStack() as stack:
+            if self.config.dense.options != Config().dense.options:
+                stack.enter_context(patch.object(dense, "fully_shard", fully_shard))
+            session = Session(self.config, RunFolder(self.folder), self.ranks)
+        self.start = {
+            "start_of_table": plain(session.backend.shard().rows),
+            "start_of_scorer": plain(dict(session.scorer.named_parameters())),
+        }
+        self.options += [torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32]
+        return session
+
+    @cached_property
+    def loop(self) -> Trainer:
+        """The loop; ``log`` has the lines of metrics.jsonl without speeds."""
+
+        def note(kind: str, values: dict[str, Any]) -> None:
+            if kind != "checkpoint":
+                self.log.append((kind, {x: values[x] for x in values if "second" not in x}))
+
+        names = self.session.checkpoints.names()
+        progress = self.session.restore() if names else begin(self.session)
+        return Trainer(self.session, progress, None, [note])
+
+    @cached_property
+    def made(self) -> list[Any]:
+        """What a run is made of: classes, options of torch, layout, formats on the way."""
+        backend, batches = self.session.backend, self.loop.batches
+        config, device = self.config, self.session.processes.device
+        codecs = torchrec.exchange_codecs(config.entities.exchange.dtype, 8, device)
+        travels = None if codecs is None else next(iter(codecs.values())).forward._dtype
+        if config.entities.engine == "handrolled":
+            travels = backend.lookup.exchange_dtype
+        return [
+            type(backend), backend.dense.name, {type(x) for x in self.session.scorer.parameters()},
+            type(self.loop.pipeline), type(batches), getattr(batches, "resident", None) is None,
+            self.options, plain(self.session._layout), travels,
+        ]  # fmt: skip
+
+    @cached_property
+    def trained(self) -> dict[str, Any]:
+        """Table and scorer after training, without checkpoints."""
+        with patch.object(self.session.checkpoints, "save", return_value=None):
+            progress = self.loop.run()
+        with self.session.trained_model() as model:
+            averaged = plain(model.shard.rows.clone())
+        return {
+            "averaged": averaged,  # the table that is validated and ranked
+            "table": plain(self.session.backend.shard().rows),
+            "scorer": plain(dict(self.session.scorer.named_parameters())),
+            "best": progress.best_metric,
+            "log": self.log,
+        }
+
+    @cached_property
+    def batches(self) -> Any:
+        """Training batches of one epoch, step by step."""
+        return plain(list(self.loop.batches.epoch(0)))
+
+    @cached_property
+    def validated(self) -> Any:
+        """The triples that a validation ranks."""
+        return plain(validation_triples(self.session.config, self.session.store))
+
+    @cached_property
+    def ranked_batches(self) -> int:
+        """Times that a batch of queries is scored in a validation."""
+        with patch.object(self.session.scorer, "encode", wraps=self.session.scorer.encode) as calls:
+            self.session.validate()
+        return calls.call_count
+
+    @cached_property
+    def checkpoints(self) -> list[Any]:
+        """Names of those that training leaves, and whether one took memory for a copy of rows."""
+        copies: list[Any] = []
+        self.loop.callbacks.append(
+            lambda kind, values: copies.append(values.get("extra_memory_bytes"))
+        )
+        with patch.object(checkpoints, "SMALL", 0):
+            self.loop.run()
+        names = sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+        return [any(copies), *names]
+
+    @cached_property
+    def mesh(self) -> list:
+        """The groups of four ranks on two hosts."""
+        arguments = []
+
+        def record(kind, sizes, mesh_dim_names):
+            arguments.append(sizes)
+            return SimpleNamespace(ndim=len(sizes), shape=sizes, device_type=kind)
+
+        with patch.object(dense, "init_device_mesh", record):
+            dense.dense_wrapper(self.config.dense, replace(self.ranks, world_size=4))
+        return arguments
+
+    @cached_property
+    def joined(self) -> Any:
+        """How a run joins its ranks."""
+        joining = patch.object(runs, "processes", side_effect=KeyboardInterrupt)
+        with joining as joined, suppress(KeyboardInterrupt):
+            api.train(self.config)
+        return joined.call_args.args
+
+    @cached_property
+    def copies(self) -> str:
+        """Where the run is copied to."""
+        folder = RunFolder(self.folder / "copied")
+        with ExitStack() as held:
+            runs._begin_copy(folder, self.config, held)
+        return "" if folder.copier is None else folder.copier.remote.url
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """The folder of a whole run, and what is shown, or why there is none."""
+        shown = io.StringIO()
+        shown.isatty = lambda: True  # bars show on terminals
+        with redirect_stderr(shown):
+            try:
+                path = api.train(self.config).path
+            except (KGEError, OSError) as error:
+                return {"error": type(error).__name__, "shows": False}
+        files = sorted(file.name for file in path.iterdir())
+        # without run.dir the folder is named by the time
+        name = path.name if self.folder in path.parents else "of its own"
+        return {"name": name, "files": files, "shows": "epoch 1/" in shown.getvalue()}
+
+    @property
+    def plan_of_table(self) -> dict[str, Any]:
+        """The options of TorchRec's planner, of which only a GPU trains all."""
+        return torchrec.plan_options(self.config)
+
+    @property
+    def decided_by(self) -> str | None:
+        return self.config.decided_by
+
+    def __getitem__(self, what: str) -> Any:
+        """Return one effect by its name."""
+        if what in ("table", "scorer", "averaged", "best", "log"):
+            return self.trained[what]
+        if what.startswith("start_of"):
+            return self.session and self.start[what]
+        return getattr(self, what)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and what holds them, to be compared with ==."""
+    if isinstance(value, KeyedJaggedTensor):
+        value = value.values()
+    if isinstance(value, Tensor):
+        value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().numpy()
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
 
 BASE = {"data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
         "train.log_every": 1, "checkpoint.every.epochs": 0,
@@ -102,9 +362,9 @@ CASES = [
          data__labels__entities="{graphs}/numbers.tsv", **IDS),
     case("data.labels.label_column", 1, 2, "triples", **NAMES),
     case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted"),
-    case("data.types", None, "prefix", "batches", "table", data__path="{graphs}/prefixed.tsv",
+    case("data.types", None, "prefix", "table", data__path="{graphs}/prefixed.tsv",
          data__split__ratio=(1, 0, 0)),
-    case("data.features", None, "{graphs}/features.tsv", "batches", "table",
+    case("data.features", None, "{graphs}/features.tsv", "table",
          data__path="{graphs}/single.tsv", data__split__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__split__ratio=(1, 0, 0)),
@@ -139,7 +399,7 @@ CASES = [
     # loss
     case("loss.name", "softmax", "bce", "table"),
     case("loss.options.reduction", "sum", "mean", "table", loss__name="bce"),
-    case("loss.options.answers", "mean", "sum", "batches", "table", negatives__regime="kvsall"),
+    case("loss.options.answers", "mean", "sum", "table", negatives__regime="kvsall"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="margin"),
     case("loss.options.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
     case("loss.options.label_smoothing", 0.0, 0.3, "table"),
@@ -151,49 +411,49 @@ CASES = [
                          ({"ivr": IVR}, {"ivr": {**IVR, "alpha": 2.0}}))),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     # negatives
-    case("negatives.regime", "sampled", "kvssample", "batches", "table"),
-    case("negatives.regime", "1vsall", "kvsall", "batches", "table"),
-    case("negatives.regime", "kvsall", "allvsall", "batches", "table", loss__name="bce"),
-    case("negatives.count", 6, 7, "batches", "table"),
-    case("negatives.head_count", None, 7, "batches", "table"),
-    case("negatives.in_batch", False, True, "batches", "table"),
-    case("negatives.in_batch", True, "same_relation", "batches", "table"),
+    case("negatives.regime", "sampled", "kvssample", "table"),
+    case("negatives.regime", "1vsall", "kvsall", "table"),
+    case("negatives.regime", "kvsall", "allvsall", "table", loss__name="bce"),
+    case("negatives.count", 6, 7, "table"),
+    case("negatives.head_count", None, 7, "table"),
+    case("negatives.in_batch", False, True, "table"),
+    case("negatives.in_batch", True, "same_relation", "table"),
     case("negatives.hardest", 0, 2, "table"),
-    case("negatives.log_q", False, True, "batches", "table", negatives__sampling="degree"),
-    case("negatives.chunk_size", 0, 8, "batches", "table"),
-    case("negatives.sides", "both", "tail", "batches", "table", model__reciprocal=False),
-    case("negatives.sampling", "uniform", "degree", "batches", "table"),
-    case("negatives.options.degree_power", 0.5, 3.0, "batches", "table",
+    case("negatives.log_q", False, True, "table", negatives__sampling="degree"),
+    case("negatives.chunk_size", 0, 8, "table"),
+    case("negatives.sides", "both", "tail", "table", model__reciprocal=False),
+    case("negatives.sampling", "uniform", "degree", "table"),
+    case("negatives.options.degree_power", 0.5, 3.0, "table",
          negatives__sampling="degree"),
-    case("negatives.filtered", False, True, "batches", "table"),
-    case("negatives.among", "all", "seen", "batches", "table"),
+    case("negatives.filtered", False, True, "table"),
+    case("negatives.among", "all", "seen", "table"),
     case("negatives.among_options.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv",
          "batches",
          negatives__among="types", negatives__chunk_size=1),
-    case("negatives.among_options.share", 1.0, 0.5, "batches", "table", negatives__among="seen"),
-    case("negatives.max_answers", 0, 1, "batches", "table",
+    case("negatives.among_options.share", 1.0, 0.5, "table", negatives__among="seen"),
+    case("negatives.max_answers", 0, 1, "table",
          negatives__regime="kvssample"),
     # entities
-    case("entities.engine", "torchrec", "handrolled", "engine"),
+    case("entities.engine", "torchrec", "handrolled", "made"),
     case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
     *(case("entities.tables", None, {"u": own}, "table", data__path="{graphs}/prefixed.tsv",
            data__types="prefix", data__split__ratio=(1, 0, 0))
       for own in ({"optimizer": "adam"}, {"lr": 0.3}, {"optimizer_options": {"eps": 0.5}},
                   {"init": "uniform"}, {"init_scale": 0.7})),
     # dense
-    case("dense.wrapper", "none", "ddp", "dense_wrapper"),
-    case("dense.wrapper", "none", "fsdp", "dense_wrapper"),
-    case("dense.options.sharding", "full", "grad_op", "fully_shard", dense__wrapper="fsdp"),
-    case("dense.options.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
+    case("dense.wrapper", "none", "ddp", "made"),
+    case("dense.wrapper", "none", "fsdp", "made"),
+    case("dense.options.sharding", "full", "grad_op", "made", dense__wrapper="fsdp"),
+    case("dense.options.cpu_offload", False, True, "made", dense__wrapper="fsdp"),
     case("dense.options.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
-    case("dense.compile", False, True, "compiled"),
+    case("dense.compile", False, True, "made"),
     # train
-    case("train.epochs", 1, 2, "kinds", "table"),
-    case("train.batch_size", 32, 16, "batches", "table"),
-    case("train.batch_size", 32, None, "batches", "table"),
+    case("train.epochs", 1, 2, "log", "table"),
+    case("train.batch_size", 32, 16, "table"),
+    case("train.batch_size", 32, None, "table"),
     *(case("train.optimizer", "adagrad", "adam", "table", "scorer", **ONE_STEP, **engine)
       for engine in ({}, TORCHREC)),
-    *(case("train.lr", 0.05, 0.1, "rates", "table", "scorer", **ONE_STEP, **engine)
+    *(case("train.lr", 0.05, 0.1, "log", "table", "scorer", **ONE_STEP, **engine)
       for engine in ({}, TORCHREC)),
     case("train.relation_lr", 0.05, 0.1, "scorer", **ONE_STEP),
     *(case(f"train.optimizer_options.{beta}", 0.5, 0.9, "scorer", **ADAM, **TABLE_STANDS)
@@ -205,16 +465,16 @@ CASES = [
       for name in ("adam", "adagrad") for engine in ({}, TORCHREC)),
     *(case("train.optimizer_options.weight_decay", 0.0, 0.1, "table", "scorer", **ADAM, **ONE_STEP,
            **engine) for engine in ({}, TORCHREC)),
-    case("train.schedule", "constant", "linear", "rates", "table", "scorer", train__epochs=2),
-    case("train.warmup_steps", 0, 3, "rates", "table", "scorer", **ONE_STEP),
-    case("train.schedule_options.decay", 0.5, 0.9, "rates", "table", "scorer",
+    case("train.schedule", "constant", "linear", "log", "table", "scorer", train__epochs=2),
+    case("train.warmup_steps", 0, 3, "log", "table", "scorer", **ONE_STEP),
+    case("train.schedule_options.decay", 0.5, 0.9, "log", "table", "scorer",
          train__schedule="exponential",
          train__epochs=2),
-    case("train.schedule_options.cycles", 1, 2, "rates", train__schedule="cosine",
+    case("train.schedule_options.cycles", 1, 2, "log", train__schedule="cosine",
          train__epochs=2),
-    case("train.schedule_options.threshold", 0.0, 1e6, "rates", train__schedule="plateau",
+    case("train.schedule_options.threshold", 0.0, 1e6, "log", train__schedule="plateau",
          train__schedule_options__patience=0, seed=3, **VALIDATED),
-    case("train.schedule_options.patience", 0, 1, "rates", train__schedule="plateau",
+    case("train.schedule_options.patience", 0, 1, "log", train__schedule="plateau",
          **NO_PROGRESS),
     *(case("train.optimizer", "sgd", "foreign_parts:Momentum", "table", "scorer", **engine)
       for engine in ({}, TORCHREC)),
@@ -226,21 +486,21 @@ CASES = [
     case("train.averaging_options.every_steps", 0, 2, "averaged", train__averaging="ema",
          train__epochs=2),
     case("train.precision", "fp32", "bf16", "table", "scorer"),
-    case("train.precision", "fp32", "tf32", "tf32"),
+    case("train.precision", "fp32", "tf32", "made"),
     case("train.accumulation", 1, 2, "batches"),
     case("train.clip.norm", None, 1e-3, "table", "scorer", **ONE_STEP),
     case("train.clip.value", None, 1e-4, "table", "scorer", **ONE_STEP),
-    case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
-    case("train.batches", "cpu", "device", "maker"),
-    case("train.log_every", 1, 2, "kinds"),
+    case("train.pipeline", "sparse_dist", "loop", "made", **TORCHREC),
+    case("train.batches", "cpu", "device", "made"),
+    case("train.log_every", 1, 2, "log"),
     case("train.extension.freeze", "none", "old", "table", "scorer",
          data__path="{graphs}/extended"),
     # evaluation
-    case("evaluation.every", 1, 2, "kinds", train__epochs=2),
+    case("evaluation.every", 1, 2, "log", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),
     case("evaluation.metric", "recall@20", "ndcg@20", "best", **VALIDATED),
-    case("evaluation.patience", 0, 1, "kinds", **NO_PROGRESS),
-    case("evaluation.patience", 0, 0.5, "kinds", **{**NO_PROGRESS, "train__epochs": 6}),
+    case("evaluation.patience", 0, 1, "log", **NO_PROGRESS),
+    case("evaluation.patience", 0, 0.5, "log", **{**NO_PROGRESS, "train__epochs": 6}),
     case("evaluation.max_triples", 0, 5, "validated"),
     case("evaluation.batch_size", 512, 3, "ranked_batches"),
     case("evaluation.candidates", "all", "seen", "best", **VALIDATED),
@@ -253,7 +513,7 @@ CASES = [
     # checkpoint
     case("checkpoint.every.epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
     case("checkpoint.every.steps", 0, 2, "checkpoints", checkpoint__keep=9),
-    case("checkpoint.options.background", False, True, "copies_of_rows",
+    case("checkpoint.options.background", False, True, "checkpoints",
          checkpoint__every__steps=2),
     case("checkpoint.options.copy_to", None, "memory://effects", "copies"),
     case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every__steps=2),
@@ -266,20 +526,20 @@ CASES = [
     # the rest
     case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),
     case("default", "race", "rules", "decided_by"),
-    case("seed", 0, 1, "start_of_table", "start_of_scorer", "order", "negatives"),
+    case("seed", 0, 1, "start_of_table", "start_of_scorer", "batches"),
     case("seed", 0, 1, "triples", data__path="{graphs}/single.tsv"),
     case("seed", 0, 1, "validated", evaluation__max_triples=5),
-    case("device", "cpu", "auto", "device"),
-    case("threads", 1, 2, "threads"),
-    *(case("entities.exchange.dtype", "fp32", "int8", "exchange_dtype", **engine)
+    case("device", "cpu", "auto", "joined"),
+    case("threads", 1, 2, "made"),
+    *(case("entities.exchange.dtype", "fp32", "int8", "made", **engine)
       for engine in ({}, TORCHREC)),
-    case("entities.placement", "memory", "disk", "parts"),
-    case("entities.placement_options.parts", 5, 6, "parts", entities__placement="disk"),
-    case("entities.placement_options.buffer", 2, 3, "parts", entities__placement="disk"),
-    case("entities.placement_options.passes", 2, 3, "parts", entities__placement="disk"),
+    case("entities.placement", "memory", "disk", "made"),
+    case("entities.placement_options.parts", 5, 6, "made", entities__placement="disk"),
+    case("entities.placement_options.buffer", 2, 3, "made", entities__placement="disk"),
+    case("entities.placement_options.passes", 2, 3, "made", entities__placement="disk"),
     case("entities.placement_options.cache_ratio", 0.1, 0.2, "plan_of_table",
          entities__placement="managed_caching", **TORCHREC),
-    case("timeout", 1800, 5, "timeout"),
+    case("timeout", 1800, 5, "joined"),
 ]  # fmt: skip
 
 
@@ -297,7 +557,7 @@ def effects(tmp_path_factory):
         name = str(sorted(keys.items()))
         if anew or name not in kept:
             here = tmp_path_factory.mktemp("run") / "run"
-            config = changed(Config(), {key: placed(value, here) for key, value in keys.items()})
+            config = config_from_dict({key: placed(value, here) for key, value in keys.items()})
             kept[name] = Effects(config, here, ranks)
         return kept[name]
 
@@ -323,7 +583,7 @@ def test_table_has_every_key():
 def test_key_changes_its_effects_and_no_others(effects, case):
     values = [effects({**case.settings, case.key: value}) for value in (case.one, case.other)]
     for what in case.what:
-        one, other = (getattr(value, what) for value in values)
+        one, other = (value[what] for value in values)
         assert one != other, f"{case.key} {case.one} and {case.other} make the same {what}"
 
 
@@ -335,4 +595,4 @@ def test_effects_depend_only_on_the_config(effects, what):
     """Otherwise it would differ between any two configs, and the test above could not fail."""
     case = LOOKED_AT[what]
     changes = {**case.settings, case.key: case.one}
-    assert getattr(effects(changes, anew=True), what) == getattr(effects(changes, anew=True), what)
+    assert effects(changes, anew=True)[what] == effects(changes, anew=True)[what]

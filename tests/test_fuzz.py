@@ -11,7 +11,7 @@ import io
 import random
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -21,6 +21,7 @@ from kge_torchrec import api, cli
 from kge_torchrec.cli import VERBS, parser_of
 from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import declared
+from kge_torchrec.config.options import members
 from kge_torchrec.config.registry import KINDS
 from kge_torchrec.errors import KGEError
 
@@ -35,13 +36,14 @@ ODD = [
     {"a": 1}, {"p": 1, "q": 1}, {"weight": -1}, {"n3": 0.1}, {"dura": None}, {"l2": {"p": 0}},
     "x" * 5000, b"\xff\x00",
 ]  # fmt: skip
-NAMES = [name for kind in KINDS.values() for name in kind.ours] + [
-    "sampled", "1vsall", "kvsall", "allvsall", "kvssample", "both", "tail", "head", "seen", "types",
-    "all", "handrolled", "torchrec", "dgl", "dicee", "ddp", "fsdp", "hybrid", "none", "auto",
-    "loss", "keep", "drop", "unit", "layer", "plateau", "exponential", "bf16",
-    "fp16", "cpu", "cuda", "small", "large", "mean", "sum", "grad_op", "degree", "require", "loop",
-    "sparse_dist", "xavier_normal", "gloo", "row", "inside", "nearest", "old",
-]  # fmt: skip
+NAMES = [name for kind in KINDS.values() for name in kind.ours]
+NAMES += [
+    name
+    for key in declared(Config).values()
+    for kind in members(key.type)
+    for name in get_args(kind)
+    if isinstance(name, str)
+]
 
 
 class Stopped(KGEError):
@@ -164,23 +166,14 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
         if action.dest == "config":
             continue  # below
         if not action.option_strings and (action.nargs != "?" or draw.random() < 0.5):
-            likely = verb in (
-                "predict",
-                "nearest",
-                "score",
-                "evaluate",
-                "export",
-                "calibrate",
-                "report",
-                "extend",
-            ) and action.dest in ("run", "runs")
-            words.append(places["run"] if likely and draw.random() < 0.7 else value(action))
+            likely = action.dest in verbs[verb].runs and draw.random() < 0.7
+            words.append(places["run"] if likely else value(action))
     options = [action for action in actions if action.option_strings]
     for action in draw.sample(options, min(len(options), draw.randint(0, 4))):
         words.append(draw.choice(action.option_strings))
         if action.nargs != 0 and draw.random() < 0.95:
             words.append(value(action))
-    if verb in ("train", "plan", "compare", "tune"):
+    if "config" in verbs[verb].runs:
         words.insert(1, draw.choice(["demo", "default", *places.values()]))
         for key in draw.sample(all_keys(), draw.randint(0, 3)):
             words += [f"--{key}", value(None)]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kge_torchrec.config.keys import (
     check_effects,
     check_resume,
     declared,
-    parse_options,
     without_effect,
 )
 from kge_torchrec.config.parser import config_from_dict, load_config
@@ -72,37 +70,6 @@ def test_missing_facts_reject_no_keys():
     config = config_from_dict({"train.precision": "tf32", "train.extension": {"freeze": "old"}})
     assert without_effect(config, Facts()) == {}
     assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 2
-
-
-@pytest.mark.parametrize("key, others, expected", [
-    ("train.optimizer_options.beta1", {"train.optimizer": "sgd"},
-     "is no option of SGD, which has none"),
-    ("train.optimizer_options.beta2", {}, "is no option of Adagrad, which has eps"),
-    ("model.dropout.head", {}, "unknown key model.dropout.head; did you mean model.dropout.hidden"),
-])  # fmt: skip
-def test_unknown_option_of_a_part_is_rejected(key, others, expected):
-    with pytest.raises(ConfigError, match=expected):
-        load_config(None, {**others, key: 0.5})
-
-
-@dataclass
-class Listed:
-    """Options of no part, one of them a list."""
-
-    numbers: list[float]
-    one: int | bool = 0
-
-
-def test_options_are_not_shared():
-    """Options with equal values are parsed once; each config has its own, of the types it gave."""
-    first = parse_options(Listed, {"numbers": [1, 2], "one": 1}, "options")
-    first.numbers.append(3.0)
-    again = parse_options(Listed, {"numbers": [1, 2], "one": 1}, "options")
-    assert again.numbers == [1.0, 2.0] and type(again.numbers[0]) is float
-    assert parse_options(Listed, {"numbers": [1, 2], "one": True}, "options").one is True
-    for value in (lambda: 0, "1"):
-        with pytest.raises(ConfigError, match=r"options\.numbers must be a list"):
-            parse_options(Listed, {"numbers": value}, "options")
 
 
 def test_key_without_effect_is_rejected_on_resume_and_picked_ones_are_warned_of(tmp_path, caplog):

@@ -6,8 +6,8 @@ import functools
 import os
 import signal
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,3 +246,15 @@ def evaluate(run, *args, **options) -> dict:
     """Open a run, evaluate it and close it."""
     with api.open_run(run) as opened:
         return opened.evaluate(*args, **options)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Restore the settings of the process that a session changes."""
+    threads = torch.get_num_threads()
+    products = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.allow_tf32 = convolutions

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
-from kge_torchrec.commands.output import MEAN_RANK, print_unbeaten, results_table, selection
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced, loading_torch
 from kge_torchrec.tables import Cell, Format, table
@@ -17,7 +15,9 @@ if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
     from kge_torchrec.seeds import SeedRuns
 
-LINES = 30  # relations in the table of ``calibrate``
+SIDES = ("head", "tail", "both")
+TITLES = {"most popular": "the most popular unseen items"}
+MEAN_RANK = {"mr": ".1f"}  # how its column is written
 _KINDS = {"sigmoid": "sigmoid(score)", "common": "one curve", "calibrated": "calibrated"}
 
 
@@ -179,6 +179,65 @@ def _evaluate_seeds(
     return 0
 
 
+def results_table(results: dict[str, Any], format: Format = "table", ties: bool = False) -> str:
+    """Return the metrics of a ranking, one line per side.
+
+    Args:
+        results: The result of ``metrics``.
+        format: Any but "json".
+        ties: Whether to add lines with the optimistic and the pessimistic rank of ties.
+    """
+    rows: list[dict[str, Cell]] = []
+    shown = {side: results[side] for side in SIDES if side in results}
+    shown |= {name: x["both"] for name, x in results.get("baselines", {}).items()}
+    for side, kinds in shown.items():
+        for kind, row in kinds.items():
+            if ties or kind == "realistic":
+                rows.append({"side": side, **({"ties": kind} if ties else {}), **row})
+    text = table(rows, format, MEAN_RANK)
+    if format == "table" and "candidates" in results:
+        from kge_torchrec.ranking.ranks import ranked_among
+
+        text = f"{ranked_among(results)}\n{text}"
+    return text
+
+
+def print_unbeaten(results: dict[str, Any]) -> None:
+    """Print in which baselines are as good as the model, if there are any."""
+    for sentence in unbeaten(results):
+        print(sentence)
+
+
+def unbeaten(results: dict[str, Any]) -> list[str]:
+    """Return a sentence for each kind of results in which a baseline is as good as the model."""
+    sentences = []
+    if "baselines" in results:
+        own, other = (
+            x["both"]["realistic"]["mrr"] for x in (results, results["baselines"]["most frequent"])
+        )
+        if other >= own:
+            sentences.append(
+                "The model does not beat the most frequent heads and tails of each relation: MRR "
+                f"{own:.4f} against {other:.4f}."
+            )
+    stats = results.get("recommendation", {})
+    names = [name for name in stats if name.startswith(("recall@", "ndcg@"))]
+    for baseline, values in results.get("recommendation_baselines", {}).items():
+        lost = [name for name in names if values is not None and values[name] >= stats[name]]
+        if lost:
+            shown = ", ".join(f"{x} {stats[x]:.4f} against {values[x]:.4f}" for x in lost[-2:])
+            sentences.append(f"The model does not beat {TITLES.get(baseline, baseline)}: {shown}.")
+    return sentences
+
+
+def selection(results: dict[str, Any]) -> str:
+    """Return by which metric a run chose the checkpoint whose results.json this is."""
+    valid, epoch = results.get("valid") or {}, (results.get("checkpoint") or {}).get("epoch")
+    if valid.get("best") is None:
+        return f"checkpoint of epoch {epoch}, the last one: nothing was validated"
+    return f"checkpoint of epoch {epoch}, selected by valid {valid['metric']} {valid['best']:.4f}"
+
+
 def report(
     runs: Annotated[Sequence[RunPath], "RUN"],
     /,
@@ -238,38 +297,21 @@ def _summary(made: Calibration) -> str:
         lines.append(f"  {part}: {shape}{f'; {own:,} relations have their own' if own else ''}")
     if "test" not in about:
         return "\n".join([*lines, "there are no test triples, so the errors are unknown"])
-    test, relations = about["test"], about["relations"]
+    test = about["test"]
+    rows: list[dict[str, Cell]] = [
+        {
+            "probability": name,
+            "mean": test[kind]["mean_probability"],
+            "error": test[kind]["expected_calibration_error"],
+            "Brier score": test[kind]["brier_score"],
+            "log loss": test[kind]["log_loss"],
+        }
+        for kind, name in _KINDS.items()
+    ]
     lines += [
         "",
         f"{test['answers']:,} answers to {test['queries']:,} queries of test, {test['true']:,} "
         "true (error: expected calibration error)",
-        table([{"probability": name, **_errors(test[kind])} for kind, name in _KINDS.items()]),
-        "",
-        "by relation: answers to head and tail queries of test",
+        table(rows),
     ]
-    rows: list[dict[str, Cell]] = [
-        {
-            "relation": one["relation"],
-            "answers": one["answers"],
-            "true": one["true"],
-            "curve": "own" if one["own_curve"] else "common",
-            "error": one["calibrated"]["expected_calibration_error"],
-            "one curve\nerror": one["common"]["expected_calibration_error"],
-            "log loss": one["calibrated"]["log_loss"],
-            "one curve\nlog loss": one["common"]["log_loss"],
-        }
-        for one in relations[:LINES]
-    ]
-    lines.append(table(rows, width=shutil.get_terminal_size().columns))
-    if len(relations) > LINES:
-        lines.append(f"and {len(relations) - LINES:,} more relations, in --format json")
     return "\n".join(lines)
-
-
-def _errors(errors: dict[str, float]) -> dict[str, Cell]:
-    return {
-        "mean": errors["mean_probability"],
-        "error": errors["expected_calibration_error"],
-        "Brier score": errors["brier_score"],
-        "log loss": errors["log_loss"],
-    }

@@ -16,8 +16,13 @@ from kge_torchrec.commands import (
     follow_log,
     is_first_rank,
 )
-from kge_torchrec.commands.output import MEAN_RANK, print_unbeaten, results_table, selection
-from kge_torchrec.commands.output import SIDES as RANKED
+from kge_torchrec.commands.evaluate import (
+    MEAN_RANK,
+    SIDES,
+    print_unbeaten,
+    results_table,
+    selection,
+)
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
@@ -127,7 +132,7 @@ def _report(run: Run, ties: bool) -> int:
         if "recommendation" in test:  # evaluation.metric is one of lists
             from kge_torchrec.ranking.recommendation import recommendation_table
 
-            print(recommendation_table({key: x for key, x in test.items() if key not in RANKED}))
+            print(recommendation_table({key: x for key, x in test.items() if key not in SIDES}))
         print_unbeaten(test)
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"

@@ -79,15 +79,15 @@ def _sections() -> Iterator[tuple[str, Iterator[Key]]]:
 
 def _rows_of_options(holder: Key) -> Iterator[str]:
     """Yield a row of the table for each option that a key may hold; equal ones share a row."""
-    owners: dict[tuple[str, str, str], list[str]] = {}
-    options: dict[tuple[str, str, str], Key] = {}
-    for part in KINDS[holder.part.kind].ours if holder.part is not None else ():
-        for name, key in declared(resolve(holder.part.kind, part).Options).items():  # type: ignore[union-attr]
+    rows: dict[tuple[str, str, str], tuple[Key, list[str]]] = {}
+    if holder.part is None:
+        return
+    for part in KINDS[holder.part.kind].ours:
+        for name, key in declared(resolve(holder.part.kind, part).Options).items():
             same = name, help_of(key), as_yaml(key.default)
-            owners.setdefault(same, []).append(part)
-            options.setdefault(same, key)
-    for (name, text, _), key in options.items():
-        said = f"{', '.join(owners[name, text, _])}: {text}"
+            rows.setdefault(same, (key, []))[1].append(part)
+    for (name, text, _), (key, owners) in rows.items():
+        said = f"{', '.join(owners)}: {text}"
         yield _row(f"{holder.name}.{name}", key, said, holder.resume.answer)
 
 

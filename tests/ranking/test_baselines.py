@@ -17,7 +17,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.commands.output import unbeaten
+from kge_torchrec.commands.evaluate import unbeaten
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard

@@ -14,7 +14,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.commands.output import results_table
+from kge_torchrec.commands.evaluate import results_table
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError

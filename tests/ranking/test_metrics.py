@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kge_torchrec.commands.output import results_table
+from kge_torchrec.commands.evaluate import results_table
 from kge_torchrec.ranking.ranks import Ranks, metrics
 
 

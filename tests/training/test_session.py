@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from key_effects import restored
 from oracle_ranking import oracle_ranks
-from training_runs import config_of, tiny_store
+from training_runs import config_of, restored, tiny_store
 
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import allow_tf32
