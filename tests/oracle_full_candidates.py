@@ -207,7 +207,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     scores = score_of(config, head, factors, tail, formula)
     label = torch.zeros_like(scores)
     label[: len(answers)] = 1
-    of = config.loss.loss_options()
+    of = config.loss.options_in("options")
     smooth = getattr(of, "label_smoothing", 0.0)
     if config.loss.name not in ("softmax", "bce"):  # the mean over the answers
         negative = scores[None, len(answers) :].expand(len(answers), -1)

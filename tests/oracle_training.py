@@ -245,7 +245,7 @@ def hyperbolic(head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
 def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) and (B, K) scores -> (B,)"""
     loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
-    of = loss.loss_options()
+    of = loss.options_in("options")
     smooth, count = getattr(of, "label_smoothing", 0.0), mask.sum(1).clamp(min=1)
     is_libkge = getattr(of, "smoothing", None) == "libkge"
     if loss.name == "softmax":

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -171,8 +171,8 @@ def test_count_without_effect_is_accepted_from_a_saved_file_or_where_the_line_ta
 def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
     path = written("model:\n  scorer: keci\n  dim: 96\n  options: {p: 1}\n")
     model = load_config(path, ["--model.options.q", "4"]).model
-    assert model.scorer_options() == {"p": 1, "q": 4}
-    assert load_config(path).model.scorer_options() == {"p": 1, "q": 1}  # a default
+    assert asdict(model.options_in("options")) == {"p": 1, "q": 4}
+    assert asdict(load_config(path).model.options_in("options")) == {"p": 1, "q": 1}  # a default
     chosen = {"model.scorer": "conve", "model.options": {"feature_dropout": 0.25}}
     config = load_config(None, {**chosen, "model.options.channels": 8})
     assert config.model.options == {"feature_dropout": 0.25, "channels": 8}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -103,10 +103,6 @@ class ModelConfig(Section, prefix="model."):
         dim = scorer.multiple_of(options) * 64 + of_biases if self.dim is None else self.dim
         scorer.check_row(dim, self.reciprocal, options, self.biases)
 
-    def scorer_options(self) -> dict[str, Any]:
-        """Return the scorer's own options, with their defaults."""
-        return asdict(self.options_in("options"))
-
 
 @dataclass(frozen=True)
 class LossConfig(Section, prefix="loss."):
@@ -131,17 +127,13 @@ class LossConfig(Section, prefix="loss."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name != "softmax":
-            self.loss_options()  # loads torch, which a help text of defaults does without
+            self.options_in("options")  # loads torch, which a help text of defaults does without
         self.regularizer_options()
-
-    def loss_options(self) -> Any:
-        """Return the loss's ``Options``."""
-        return self.options_in("options")
 
     @property
     def sums_answers(self) -> bool:
         """Whether the loss of a query is the sum of the losses of its answers, not their mean."""
-        return self.name == "softmax" and self.loss_options().answers == "sum"
+        return self.name == "softmax" and self.options_in("options").answers == "sum"
 
     @property
     def has_closed_form(self) -> bool:

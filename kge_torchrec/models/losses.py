@@ -269,5 +269,5 @@ class SelfAdversarialLoss(Loss):
 
 def build_loss(config: LossConfig) -> Loss:
     """Make the loss of a query."""
-    loss: Loss = construct("loss", config.name, **asdict(config.loss_options()))
+    loss: Loss = construct("loss", config.name, **asdict(config.options_in("options")))
     return loss

@@ -168,7 +168,7 @@ class Costs:
         scorer = objective.scorer
         name = self.config.loss.name
         kind = SoftmaxOverAll if name == "softmax" else BinaryCrossEntropyOverAll
-        loss = kind(height, getattr(self.config.loss.loss_options(), "label_smoothing", 0.0))
+        loss = kind(height, getattr(self.config.loss.options_in("options"), "label_smoothing", 0.0))
         sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
         ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
         counts = [end - start for start, end in pairwise(ends)]

@@ -200,7 +200,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     dim is better and slower.
     """
     scorer = resolve("scorer", config.model.scorer)
-    is_distance = scorer.measures_distance(scorer.Options(**config.model.scorer_options()))
+    is_distance = scorer.measures_distance(config.model.options_in("options"))
     family = getattr(scorer, "__module__", "").rpartition(".")[2]
     is_network = family in ("transformer", "convolution")
     space: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """Scorers against the papers' formulas, which tests/oracle_scorers.py writes out in loops."""
 
 import itertools
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -205,7 +204,7 @@ def check_built_from_config(case):
     scorer = build_scorer(config, RELATIONS)
     assert type(scorer) is resolve("scorer", name)
     assert (scorer.row_dim, scorer.reciprocal) == (dim, True)
-    assert asdict(scorer.options) == config.scorer_options()
+    assert scorer.options == config.options_in("options")
     assert scorer.input_dropout.p == 0.25 and scorer.hidden_dropout.p == 0
     assert isinstance(scorer.entity_norm, torch.nn.LayerNorm)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
@@ -30,7 +32,7 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         input_dropout=dropout.input,
         hidden_dropout=dropout.hidden,
         biases=config.biases,
-        **config.scorer_options(),
+        **asdict(config.options_in("options")),
     )
     if not hasattr(scorer, "relations"):
         raise ConfigError(
