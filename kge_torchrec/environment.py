@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -399,36 +399,19 @@ def without_tf32() -> Iterator[None]:
     """Disable TF32 inside the block, and restore the setting afterwards."""
     import torch
 
-    try:
-        products = torch.get_float32_matmul_precision()
-        convolutions = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # only the newer settings were set
-        with _newer_settings("ieee"):
-            yield
-        return
-    allow_tf32(False)
-    try:
+    cudnn = torch.backends.cudnn
+    with ExitStack() as held:
+        try:
+            products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        except RuntimeError:  # only the newer settings were set
+            for backend in (torch.backends.cuda.matmul, cudnn.conv):  # type: ignore[attr-defined]
+                held.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                backend.fp32_precision = "ieee"
+        else:
+            held.callback(setattr, cudnn, "allow_tf32", convolutions)
+            held.callback(torch.set_float32_matmul_precision, products)
+            allow_tf32(False)
         yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
-
-
-@contextmanager
-def _newer_settings(precision: str) -> Iterator[None]:
-    import torch
-
-    # torch replaces this module by an object with these attributes, which mypy does not see.
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    backends = torch.backends.cuda.matmul, convolutions
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = precision
-    try:
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
 
 
 def peak_resident_bytes() -> int:

@@ -34,7 +34,7 @@ def advise(plan: Plan) -> list[Advice]:
     Of changes with a size, the first size that fits is advised; if none does, the last one is said
     to be not enough.
     """
-    results = [_devices(plan)]
+    results = [*_devices(plan)]
     for family in _changes(plan):
         tried: list[tuple[str, Plan]] = []
         for words, keys in family:
@@ -56,16 +56,18 @@ def _judged(change: str, plan: Plan) -> Advice:
     return Advice(change, False, f"is not enough: {limit.place} {too_much}")
 
 
-def _devices(plan: Plan) -> Advice:
-    """Judge the smallest number of these devices that fits, or the largest that was tried."""
+def _devices(plan: Plan) -> Iterator[Advice]:
+    """Yield the smallest number of these devices that fits, or the largest that was tried."""
     plans = []
     for cluster in plan.cluster.larger:
         with suppress(ConfigError):  # such as replicas that these devices cannot be split into
             plans.append(replace(plan, cluster=cluster, counted=plan.costs))
+    if not plans:  # dense.wrapper none is for one rank
+        return
     first = bisect_left(plans, True, key=lambda other: other.fits)
     smallest = plans[min(first, len(plans) - 1)]
     words = ", the smallest number," * (first < len(plans))
-    return _judged(f"{smallest.cluster}{words}", smallest)
+    yield _judged(f"{smallest.cluster}{words}", smallest)
 
 
 def _changes(plan: Plan) -> Iterator[list[tuple[str, dict[str, Any]]]]:

@@ -66,9 +66,6 @@ def train_trial(
             **values,
         },
     )
-    on_first_rank(
-        ranks, lambda: folder.path.mkdir(parents=True, exist_ok=True)
-    )  # stays if it fails
     resumes = folder if on_first_rank(ranks, lambda: folder.holds_run) else None
     train_run(config, Extras(callbacks, rank_test=False, is_trial=True), resumes=resumes)
     return on_first_rank(ranks, lambda: float(folder.load_results()["valid"]["best"]))

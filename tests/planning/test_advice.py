@@ -64,6 +64,11 @@ def test_the_first_cache_that_fits_is_advised(dim, ratio, too_large):
     assert not too_large or not placed(plan, "managed_caching", cache_ratio=too_large).fits
 
 
+def test_more_devices_are_not_advised_to_a_run_on_one():
+    plan = freebase("1xH200", model__dim=400, dense__wrapper="none")
+    assert not any("H200" in item.change for item in advise(plan))
+
+
 def test_a_cache_is_not_advised_where_it_does_not_go():
     small = freebase("1xL4", model__dim=400)  # hosts of 192 GiB
     assert not advised(small, f"{CACHED} with cache_ratio 0.01").fits

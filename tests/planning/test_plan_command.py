@@ -155,10 +155,3 @@ def test_help_and_usage(capsys):
 )
 def test_counts(text, number):
     assert count("entities", text) == number
-
-
-def test_plan_as_a_function():
-    sizes = {"entities": "2k", "relations": 14, "triples": "1M"}
-    content = kge_torchrec.plan(devices="2xCPU-64GB", hosts=2, **sizes)
-    assert content["entities"] == 2000 and content["triples"] == 10**6
-    assert content["cluster"]["hosts"] == 2
