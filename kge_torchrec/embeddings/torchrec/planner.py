@@ -114,35 +114,14 @@ def plan_rows(
     dim, is_cuda = collection.embedding_dim(), ranks.device == "cuda"
     if is_cuda:
         check_cuda_dim(dim)
-    _check_fit(tables, ranks, dim, kernel, cache_ratio, averages)
-    split = {ENTITY: row_wise(compute_kernel=kernel)}
-    plan = construct_module_sharding_plan(
-        collection, split, sharder, ranks.per_host, ranks.count, ranks.device
-    )
-    if cache_ratio:
-        plan[ENTITY].cache_params = CacheParams(load_factor=cache_ratio)
-    return ShardingPlan({MODULE: plan})
-
-
-def _check_fit(
-    tables: Sequence[EntityTable],
-    ranks: Ranks,
-    dim: int,
-    kernel: str,
-    cache_ratio: float,
-    averages: int,
-) -> None:
-    """Raise PlanDoesNotFit if the rows of a rank need more memory than it has."""
-    room, is_cuda = ranks.room(), ranks.device == "cuda"
+    room = ranks.room()
     for rank, block in enumerate(rows_by_rank(tables[-1].ids.stop, ranks.count)):
         parts: dict[str, Bytes] = {}
         for table in tables:  # a type may have several
             form = TableForm(table.optimizer.name, kernel, cache_ratio, averages=averages)
             rows = len(table.within(block.start, block.stop))
-            own = table_memory(rows, dim, form, is_cuda)
-            if len(tables) > 1:
-                own = {table.type: sum(own.values(), Bytes())}
-            for name, size in own.items():
+            for part, size in table_memory(rows, dim, form, is_cuda).items():
+                name = part if len(tables) == 1 else table.type
                 parts[name] = parts.get(name, Bytes()) + size
         need = sum(parts.values(), Bytes())
         for kind, have in (("main", room.main), ("device", room.device)):
@@ -156,6 +135,13 @@ def _check_fit(
                     "optimizer, entities.placement disk or, on GPUs, entities.placement "
                     "managed_caching; `kge-torchrec plan` computes what would fit."
                 )
+    split = {ENTITY: row_wise(compute_kernel=kernel)}
+    plan = construct_module_sharding_plan(
+        collection, split, sharder, ranks.per_host, ranks.count, ranks.device
+    )
+    if cache_ratio:
+        plan[ENTITY].cache_params = CacheParams(load_factor=cache_ratio)
+    return ShardingPlan({MODULE: plan})
 
 
 @dataclass(frozen=True)
@@ -205,34 +191,31 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
     any.
     """
     values = 4 * rows * columns
-    averages = form.averages * values
-    if form.kernel == DENSE:
-        state = values * dense_state_numbers(form.optimizer)
-        sizes = {"weights": values, "optimizer state": state, "gradients": values}
-        if averages:
-            sizes["average"] = averages
-        return {
-            part: Bytes(device=size) if is_cuda else Bytes(main=size)
-            for part, size in sizes.items()
-        }
-    state = rows * form.row_state_bytes(columns)
-    state_of_rows = rows * optimizer_class(form.optimizer).state_numbers()[1] * form.state_bytes
     cached = is_cuda and form.kernel == UVM_CACHING
     on_device = is_cuda and not cached
-    parts = {"weights": Bytes(device=values) if on_device else Bytes(main=values)}
-    if not is_cuda or form.state_in_main:
-        parts["optimizer state"] = Bytes(main=state)
-    elif cached:
-        parts["optimizer state"] = Bytes(device=state_of_rows, main=state - state_of_rows)
+
+    def at(size: int, on_device: bool = on_device) -> Bytes:
+        return Bytes(device=size) if on_device else Bytes(main=size)
+
+    if form.kernel == DENSE:
+        state = values * dense_state_numbers(form.optimizer)
     else:
-        parts["optimizer state"] = Bytes(device=state)
+        state = rows * form.row_state_bytes(columns)
+    parts = {
+        "weights": at(values),
+        "optimizer state": at(state, on_device and not form.state_in_main),
+    }
     if cached:
+        by_row = rows * optimizer_class(form.optimizer).state_numbers()[1] * form.state_bytes
+        parts["optimizer state"] = Bytes(device=by_row, main=state - by_row)
         # Each slot has a row of values, an int64 id and an int64 usage counter.  Each row of the
         # table has an int32 cache position.
         sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS)) if rows else 0
         parts["cache"] = Bytes(device=sets * _CACHE_WAYS * (4 * columns + 16) + 4 * rows)
-    if averages:
-        parts["average"] = Bytes(device=averages) if on_device else Bytes(main=averages)
+    if form.kernel == DENSE:
+        parts["gradients"] = at(values)
+    if form.averages:
+        parts["average"] = at(form.averages * values)
     return parts
 
 
