@@ -15,7 +15,7 @@ from worlds import run_world
 from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import make_optimizer
 
 DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
@@ -110,3 +110,22 @@ def rank_initializes() -> torch.Tensor:
 def test_initial_values_do_not_depend_on_world_size(world_size):
     rows = torch.cat(run_world(world_size, rank_initializes))
     assert torch.equal(rows, filled(0, 11, dim=4, seed=5))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (5, 0), (3,), (7, 5), (1 << 20, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_zeros_are_writable_in_any_shape(shape, dtype):
+    results = zeros_on_huge_pages(*shape, dtype=dtype)
+    assert results.equal(torch.zeros(shape, dtype=dtype))
+    results.fill_(3)
+    assert results.equal(torch.full(shape, 3, dtype=dtype))
+
+
+def test_memory_lives_as_long_as_a_view():
+    rows = zeros_on_huge_pages(1000, 8)[10:20]
+    rows += 1
+    zeros_on_huge_pages(1000, 8).fill_(5)
+    assert rows.sum() == 80
