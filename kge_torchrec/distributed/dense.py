@@ -234,26 +234,23 @@ def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
         return DenseWrapper()
     if name == "ddp":
         return Replicated(processes)
-    mesh = _mesh(config, processes) if name == "hybrid" else _line(processes)
+    mesh = _mesh(config, processes)
     options = config.options
     return Sharded(mesh, options.sharding == "full", options.cpu_offload)
 
 
-def _line(processes: Processes) -> DeviceMesh:
-    kind = processes.device.type
-    return init_device_mesh(kind, (processes.world_size,), mesh_dim_names=("shard",))
-
-
 def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
-    ranks = processes.world_size
+    kind, ranks = processes.device.type, processes.world_size
+    if config.wrapper == "fsdp":
+        return init_device_mesh(kind, (ranks,), mesh_dim_names=("shard",))
     replicas = config.options.replicas or max(1, ranks // processes.local_world_size)
     if ranks % replicas:
         raise ConfigError(
             f"dense.options.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "
             "use a divisor of the number of ranks, or dense.wrapper fsdp"
         )
-    sizes, names = (replicas, ranks // replicas), ("replicate", "shard")
-    return init_device_mesh(processes.device.type, sizes, mesh_dim_names=names)
+    names = ("replicate", "shard")
+    return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=names)
 
 
 def _summed(terms: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -282,16 +282,6 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def as_complex(rows: Tensor) -> Tensor:
-    """View real rows as complex: (..., D) -> (..., D/2)."""
-    return torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
-
-
-def as_real(numbers: Tensor) -> Tensor:
-    """View complex rows as real: (..., D/2) -> (..., D)."""
-    return torch.view_as_real(numbers).flatten(-2)
-
-
 def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Split rows into real and imaginary parts, (..., D/2) each."""
     return rows.unflatten(-1, (-1, 2)).unbind(-1)
@@ -309,8 +299,9 @@ def rotated(rows: Tensor, phase: Tensor) -> Tensor:
     """Rotate each complex number by an angle in radians: (..., D), (..., D/2) -> (..., D)."""
     if torch.compiler.is_compiling():
         return _times(parts(rows), (phase.cos(), phase.sin()), conjugate=False)
+    numbers = torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
     # Not torch.polar: CUDA compiles a kernel of its gradient at first use.
-    return as_real(as_complex(rows) * torch.complex(phase.cos(), phase.sin()))
+    return torch.view_as_real(numbers * torch.complex(phase.cos(), phase.sin())).flatten(-2)
 
 
 def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: bool) -> Tensor:

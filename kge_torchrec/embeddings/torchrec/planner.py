@@ -41,13 +41,6 @@ class PlanDoesNotFit(KGEError, RuntimeError):
     """The table and its optimizer state need more memory than a rank has."""
 
 
-def device_memory() -> int:
-    """Return the memory of the current CUDA device in bytes, or 0 without one."""
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
 def check_cuda_dim(dim: int) -> None:
     """Raise ConfigError if FBGEMM's CUDA kernels do not support rows of D elements."""
     limit = ""
@@ -81,9 +74,11 @@ class Ranks:
 
     def room(self) -> Bytes:
         """Return the memory of one rank for the table, without the share ``RESERVE``."""
-        device = device_memory() if self.device_bytes is None else self.device_bytes
+        device = self.device_bytes
+        if device is None and torch.cuda.is_available():
+            device = torch.cuda.get_device_properties().total_memory
         host = host_memory() if self.host_bytes is None else self.host_bytes
-        return Bytes(int(device * (1 - RESERVE)), int(host // self.per_host * (1 - RESERVE)))
+        return Bytes(int((device or 0) * (1 - RESERVE)), int(host // self.per_host * (1 - RESERVE)))
 
 
 def plan_rows(
