@@ -121,7 +121,7 @@ def _hugging_face(library: Any, source: str, name: str, columns: Columns) -> Tab
     if list(splits) == ["train"]:
         splits = {WHOLE: splits["train"]}
     return [
-        (split, open_batches(f"{source} {split}", _streamed(part), columns, "row", 1))
+        (split, open_batches(f"{source} {split}", _streamed(part), columns))
         for split, part in splits.items()
     ]
 

@@ -39,20 +39,13 @@ NO_LABELS = pa.array([], pa.large_string())
 
 
 class Numbered(NamedTuple):
-    """Triples of ids; all but the relations are mapped files, and arrays are writable.
-
-    Args:
-        entities, relations: Labels in order of id.
-        triples: (T, 3) int32 by split, in the file ``{split}.npy``.
-        weights: (T,) float32 of the splits that have some, in ``{split}-weight.npy``.
-        times: (T,) int64, float64 or datetime64 of the splits that have some.
-    """
+    """Labels in order of id, and arrays by split; all but the relations are mapped files."""
 
     entities: pa.Array
     relations: pa.Array
-    triples: dict[str, np.ndarray]
-    weights: dict[str, np.ndarray]
-    times: dict[str, np.ndarray]
+    triples: dict[str, np.ndarray]  # (T, 3) int32
+    weights: dict[str, np.ndarray]  # (T,) float32, of the splits that have some
+    times: dict[str, np.ndarray]  # (T,) int64, float64 or datetime64, likewise
 
 
 def number(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm import tqdm
 
 from kge_torchrec.config.data import DataConfig, SplitOptions
 from kge_torchrec.config.parser import data_config
@@ -102,23 +101,12 @@ def prepare(
     split = Split(data.split, seed)
     check_writable(Path(output), overwrite)
     source = open_sources(sources, data, split.times, progress)
-    if source.ends is not None and data.types is not None:
+    if source.is_described and data.types is not None:
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.split != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types = None
-    if data.types is not None or source.ends is not None:
-        types = TypeSource(data.types or PREFIX, None, source.ends, source.labels)
-    store = _write(
-        source,
-        types,
-        split,
-        data,
-        Path(output),
-        memory=memory,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    types = None if data.types is None else TypeSource(data.types, labels=source.labels)
+    store = _write(source, types, split, data, Path(output), memory=memory, overwrite=overwrite)
     for note in data_notes(store) if log_notes else ():
         log.warning(note)
     return store
@@ -156,12 +144,12 @@ def extend_store(
     source = open_sources(new, data, False, progress)
     types = None
     if base.report.get("types"):
-        types = TypeSource(base.report["types"]["source"], base, source.ends)
-    if source.ends and not base.size.typed:
+        types = TypeSource(base.report["types"]["source"], base, source.is_described)
+    if source.is_described and not base.size.typed:
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
     split, own = Split(SplitOptions()), replace(data, weights="ignore")
-    return _write(source, types, split, own, Path(output), base=base, progress=progress)
+    return _write(source, types, split, own, Path(output), base=base)
 
 
 def rows_within(memory: float | None) -> int:
@@ -187,7 +175,6 @@ def _write(
     base: TripleStore | None = None,
     memory: float | None = None,
     overwrite: bool = False,
-    progress: bool = True,
 ) -> TripleStore:
     """Write the store of a source; labels and triples of ``base`` come first."""
     most = rows_within(memory)
@@ -236,7 +223,7 @@ def _write(
             raise DataError(f"none of the triples is new: {base.path} has them all")
         # Find types, and order typed entities by them.
         if types is None and source.typed:
-            types = TypeSource(PREFIX)
+            types = TypeSource(PREFIX, is_described=source.is_described)
         order = None if types is None else types.find(graph.entities, graph.relations)
         if order is not None:
             _renumber(graph.triples, inverse(order))
@@ -258,8 +245,7 @@ def _write(
         # Types and features.
         table = None
         if types is not None:
-            judges = SPLITS if is_whole else ("train",)
-            notes["types"] = types.report(entities, relations, triples, judges)
+            notes["types"] = types.report(entities, relations, triples, is_whole)
             table = types.types.names, types.types.indptr, types.types.types
             if listed is not None and types.typed and FEATURES in table[0].to_pylist():
                 raise DataError(
@@ -276,10 +262,7 @@ def _write(
             notes["features"] = {"source": str(file)}
         if features is not None:
             features = features.longer(len(entities))
-        # Index and report.
-        hide = None if progress else True
-        with tqdm(total=6, desc="index", unit="table", disable=hide) as bar:
-            finish_store(folder, entities, relations, notes, table, features, most, bar.update)
+        finish_store(folder, entities, relations, notes, table, features, most)
     return TripleStore.open(output)
 
 

@@ -43,7 +43,7 @@ class Source:
 
     Attributes:
         names: The files, or the name of the data set, by split ("whole" without splits).
-        ends: The types [head, tail] at the ends of relations, by a description; None without one.
+        is_described: Whether a description gives the types of ends.
         notes: Where and how something was read that leaves a doubt.
         literals: Triples of RDF that were left out for a literal, by split.
         typed: Whether labels have a type, such as ``user:17``; known once files are read, as are
@@ -55,7 +55,7 @@ class Source:
     times: bool
     progress: bool
     names: dict[str, list[str]] = field(default_factory=dict)
-    ends: dict[str, list[list[str]]] | None = None
+    is_described: bool = False
     notes: list[tuple[str, str]] = field(default_factory=list)
     literals: Counter[str] = field(default_factory=Counter)
     typed: bool = False
@@ -78,12 +78,12 @@ class Source:
         order = (*SPLITS, WHOLE)
         with tqdm(desc="read", unit=" triples", unit_scale=True, disable=hide) as bar:
             for split, open_table in sorted(self._tables, key=lambda own: order.index(own[0])):
-                for batch in self._rows(open_table()):
+                table = open_table()
+                for batch in self._rows(table):
                     bar.update(batch.num_rows)
                     yield split, batch
-
-    def count_literals(self, split: str, number: int) -> None:
-        self.literals[split] += number
+                if count := sum(table.literals):
+                    self.literals[split] += count
 
     @property
     def entities(self) -> dict[str, str | None]:
@@ -159,14 +159,13 @@ def open_sources(
                 )
             described = read_description(sources)
             files = [(split, path, _wanted(own, data, times)) for split, path, own in described]
-            source.ends = _ends([own for _, _, own in files])
+            source.is_described = any(TYPES[0] in own.constants for _, _, own in files)
         else:
             found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
             files = [(split, path, columns) for split, paths in found.items() for path in paths]
             folder = files[0][1].parent
         for split, path, own in files:
-            count = None if data.literals == "keep" else partial(source.count_literals, split)
-            source.add(split, str(path), partial(open_file, path, own, data, reader, count))
+            source.add(split, str(path), partial(open_file, path, own, data, reader))
     source.labels = find_labels(data, folder, source.notes)
     return source
 
@@ -197,18 +196,6 @@ def _wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:
         optional=(WEIGHT, *TYPES, *([TIME] if times else [])),
         where=columns.where or (Where(data.where) if data.where else None),
     )
-
-
-def _ends(described: list[Columns]) -> dict[str, list[Any]] | None:
-    """Return the types at the ends of relations by a description; None without types."""
-    ends: dict[str, list[Any]] = {}
-    for columns in described:
-        pair = [columns.constants.get(role) for role in TYPES]
-        relation = columns.constants.get("relation")
-        if relation is not None and pair not in ends.setdefault(relation, []):
-            ends[relation].append(pair)
-    typed = any(TYPES[0] in columns.constants for columns in described)
-    return ends if typed else None
 
 
 def _hints(table: Table, batch: pa.RecordBatch, times: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ Shapes: N entities, K types, T triples.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import HEAD, RELATION, TAIL
+from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
@@ -34,7 +34,6 @@ RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
 _ROWS = pa.schema(
     {"entity": pa.large_string(), "type": pa.dictionary(pa.int32(), pa.large_string())}
 )
-EndTypes = Mapping[str, list[list[str]]]  # by relation, pairs [head type, tail type]
 
 
 class TypeSource:
@@ -44,7 +43,8 @@ class TypeSource:
         source: ``PREFIX``, the path of a file, or the label of a relation; ``rdf:type`` also stands
             for its IRI.
         base: The store that is extended.  Its entities keep their ids and types.
-        declared: The ends of relations by a description; other relations have those of train.
+        is_described: Whether a description gives the ends of edges; then relations have the ends of
+            all triples, otherwise those of train.
         labels: Files of labels, if the file of types has the ids of triples.
     """
 
@@ -52,15 +52,13 @@ class TypeSource:
         self,
         source: str,
         base: TripleStore | None = None,
-        declared: EndTypes | None = None,
+        is_described: bool = False,
         labels: LabelFiles | None = None,
     ):
         before = {} if base is None else base.report["types"]
         self._source, self._base, self._labels = source, base, labels or {}
-        self._ends = {**before.get("ends", {})}
-        for name, pairs in (declared or {}).items():
-            own = self._ends.get(name, [])
-            self._ends[name] = own + [pair for pair in pairs if pair not in own]
+        self._ends: dict[str, list[list[str]]] = before.get("ends", {})
+        self._is_described = is_described
         is_other = base is None and source != PREFIX and not Path(source).is_file()
         self._is_relation = is_other or "triples" in before
         self._count = before.get("triples", 0)
@@ -127,18 +125,11 @@ class TypeSource:
         entities: pa.Array,
         relations: pa.Array,
         triples: Mapping[str, np.ndarray],
-        judges: Sequence[str],
+        is_whole: bool,
     ) -> dict[str, Any]:
-        """Return the entry of the types in the store's report.
+        """Return the entry of the types in the store's report; check the ends of relations.
 
-        Args:
-            entities: Labels (N,).
-            relations: Labels in order of id.
-            triples: By split.
-            judges: Splits whose triples say which types a relation has at its ends.
-
-        Raises:
-            DataError: The ends of a triple have wrong types.
+        If triples were split here (``is_whole``), all say which types a relation has at its ends.
         """
         counts = np.diff(self.types.indptr)
         report: dict[str, Any] = {
@@ -162,12 +153,15 @@ class TypeSource:
             for split, rows in triples.items()
         }
         ends: dict[str, list[list[str]]] = {}
+        judges = SPLITS if is_whole or self._is_described else ("train",)
         judged = np.unique(np.concatenate([found[split] for split in judges]))
         for key in judged.tolist():
             relation, pair = divmod(key, size**2)
             both = [kinds[kind] for kind in divmod(pair, size)]
             ends.setdefault(relations[relation].as_py(), []).append(both)
-        ends |= {name: sorted(pairs) for name, pairs in self._ends.items()}
+        for name, pairs in self._ends.items():  # of the base
+            more = ends.get(name, []) if self._is_described else []
+            ends[name] = sorted(pairs + [pair for pair in more if pair not in pairs])
         known = pc.index_in(pa.array([*ends], pa.large_string()), value_set=relations).to_numpy()
         allowed = [
             (relation * size + kinds.index(head)) * size + kinds.index(tail)
@@ -181,7 +175,7 @@ class TypeSource:
             rows = np.concatenate([x[np.isin(keys(x), wrong)] for x in chunks(triples[split])])
             first = rows[0].tolist()
             head, name, tail = (of[at].as_py() for of, at in zip(labels, first, strict=True))
-            source = "what was said of it" if name in self._ends else "train"
+            source = "the extended store" if name in self._ends else "train"
             right = " or ".join(" to ".join(pair) for pair in ends[name])
             raise DataError(
                 f"{split}: {head!r}, {name!r}, {tail!r} leads from {kinds[types[first[HEAD]]]} "

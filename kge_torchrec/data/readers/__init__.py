@@ -6,7 +6,7 @@ their fields into labels, weights and times.  A `Reader` of another package read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,6 @@ def open_file(
     columns: Columns,
     data: DataConfig,
     reader: Reader | None = None,
-    on_literals: Callable[[int], object] | None = None,
 ) -> Table:
     """Open a file of triples, by a reader or by the format that its name says.
 
@@ -95,7 +94,7 @@ def open_file(
         )
     if columns.places or columns.where:
         raise DataError(f"{path}: data.columns and data.where name columns, and RDF has none")
-    return open_rdf(path, on_literals)
+    return open_rdf(path, data.literals == "keep")
 
 
 def _batches(source: str, batches: Iterator[Any]) -> Iterator[pa.RecordBatch]:

@@ -161,8 +161,6 @@ class Columns:
         """Return whether the fields of a first row are names of columns."""
         if any(isinstance(place, str) for place in self.places.values()):
             return True
-        if any(_NEO4J.fullmatch(name.strip()) for name in fields):
-            return True
         kinds = {self.constants.get(kind, "").lower() for kind in TYPES} - {""}
         if all(stem(name) in kinds for name in fields):  # user_id, user_id
             return True

@@ -39,6 +39,7 @@ class Table(NamedTuple):
         notes: Where and how it was read, where that was a guess.
         header: The name of each column that is read, if rows may be the header again.
         skipped: Counts bad rows, which are then left out; None raises an error for them.
+        literals: Numbers of triples of RDF that are left out, once the rows are read.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Table(NamedTuple):
     notes: Sequence[tuple[str, str]] = ()
     header: Mapping[int, str] = {}
     skipped: Skipped | None = None
+    literals: Sequence[int] = ()
 
 
 def place_among(place: Callable[[int], str], rows: np.ndarray) -> Callable[[int], str]:
@@ -116,17 +118,9 @@ def batches_of(table: Table, labels: LabelFiles | None = None) -> Iterator[pa.Re
 
 
 class LabelFile:
-    """The labels of ids, by a file such as entity2id.txt or entities.dict; ids may have gaps.
+    """The labels (N,) of ids (N,), by a file such as entity2id.txt or entities.dict.
 
-    Args:
-        path: The file.
-        ids: Its ids (N,).
-        labels: Their labels (N,).
-        is_named: Whether a key names the file; otherwise the first ids say whether it is used.
-        notes: Takes whether a file that no key names is used.
-
-    Raises:
-        DataError: An id or a label is there twice.
+    Unless a key names the file, the first ids say whether it is used, and ``notes`` take that.
     """
 
     def __init__(

@@ -59,14 +59,7 @@ def read_features(
 ) -> pa.Table:
     """Return the features of a file: columns entity, feature and weight.
 
-    Args:
-        path: The file.
-        entities: As in `Columns`: a column user_id may have ids of users.
-        labels: Files of labels of ids.
-        notes: Takes how the file was read, where that was a guess.
-
-    Raises:
-        DataError: The file is missing or empty, or a row has no entity, feature or weight.
+    ``entities`` are those of `Columns`, and ``notes`` take how the file was read.
     """
     optional = WEIGHT, "entity_type"
     columns = Columns(("entity", "feature"), optional, (WEIGHT,), entities=entities or {}, key="")

@@ -36,26 +36,19 @@ FORMATS = {
 BATCH_ROWS = 1 << 16  # triples that are Python objects at the same time
 
 
-def open_rdf(path: Path, on_literals: Callable[[int], object] | None) -> Table:
+def open_rdf(path: Path, keeps_literals: bool) -> Table:
     """Open a file of RDF; named graphs are read as one.
 
-    Labels are IRIs without angle brackets, and blank nodes as ``_:name``.
-
-    Args:
-        path: The file.
-        on_literals: Called with numbers of triples that are left out because their object is a
-            literal; None keeps them, with language or type and in canonical form.
-
-    Raises:
-        DataError: While it is read, the file is not of its format, named by file and line; or
-            pyoxigraph is missing.
+    Labels are IRIs without angle brackets, and blank nodes as ``_:name``.  Literals that are kept
+    have their language or type, and are in canonical form; of others `Table.literals` has numbers.
     """
     found = Found({role: at for at, role in enumerate(COLUMNS)})
-    if suffix_of(path) == ".nt" and on_literals is not None:
-        blocks = _lines(path, on_literals)
+    literals: list[int] = []
+    if suffix_of(path) == ".nt" and not keeps_literals:
+        blocks = _lines(path, literals)
     else:
-        blocks = _parsed(path, on_literals)
-    return Table(str(path), Columns(), found, blocks)
+        blocks = _parsed(path, None if keeps_literals else literals)
+    return Table(str(path), Columns(), found, blocks, literals=literals)
 
 
 Triple = tuple[list[str], Callable[[], str]]  # labels, and what returns the place
@@ -80,7 +73,7 @@ _NOTHING = re.compile(rf"{_GAP}(?:#.*)?")
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.?)")
 
 
-def _lines(path: Path, on_literals: Callable[[int], object]) -> Iterator[Block]:
+def _lines(path: Path, dropped: list[int]) -> Iterator[Block]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
     start = next(filter(_LINE.fullmatch, first_lines(path)), "")
     text = Text(path, "\t" if start.count("\t") >= 3 > start.count(" ") else " ")
@@ -132,8 +125,7 @@ def _lines(path: Path, on_literals: Callable[[int], object]) -> Iterator[Block]:
             others = []
     if others:
         yield _block(others)
-    if literals:
-        on_literals(literals)
+    dropped.append(literals)
     if not count + literals:
         raise no_rows(path, Columns())
 
@@ -170,7 +162,7 @@ def _character(match: re.Match[str]) -> str:
 _NAMELESS = re.compile("[0-9a-f]{24,32}")
 
 
-def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator[Block]:
+def _parsed(path: Path, dropped: list[int] | None) -> Iterator[Block]:
     """Yield the triples of a file by pyoxigraph, as a stream.
 
     Nameless blank nodes are numbered in order, ``_:FILE#0`` and so on, and take a few hundred bytes
@@ -202,11 +194,11 @@ def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator
                 kept: list[Triple] = [
                     ([label(term) for term in terms], partial(triple.format, number))
                     for number, (*terms, _) in enumerate(quads, count + 1)
-                    if on_literals is None or not isinstance(terms[2], pyoxigraph.Literal)
+                    if dropped is None or not isinstance(terms[2], pyoxigraph.Literal)
                 ]
                 count += len(quads)
-                if on_literals is not None and len(kept) < len(quads):
-                    on_literals(len(quads) - len(kept))
+                if dropped is not None:
+                    dropped.append(len(quads) - len(kept))
                 yield _block(kept)
     except SyntaxError as error:
         at = f"{path}:{error.lineno}" if error.lineno else f"{path}"

@@ -90,15 +90,13 @@ def open_named(
     return Table(source, columns, found, blocks(), notes)
 
 
-def open_batches(
-    source: str, batches: Iterator[pa.RecordBatch], columns: Columns, *count: Any
-) -> Table:
+def open_batches(source: str, batches: Iterator[pa.RecordBatch], columns: Columns) -> Table:
     """Open a table by its batches, the first of which has its names; else as `open_named`."""
     start = next(batches, None)
     if start is None:
         raise DataError(f"{source} gave no triples")
     rows = chain([start], batches)
-    return open_named(source, start.schema.names, lambda _: rows, columns, *count)
+    return open_named(source, start.schema.names, lambda _: rows, columns)
 
 
 def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:

@@ -116,17 +116,10 @@ def read_rows(
     used: Sequence[int],
     leave_out: Callable[[arrow_csv.InvalidRow], object],
 ) -> Iterator[Block]:
-    """Yield columns as text, by position, and what returns file and line of a row.
+    """Yield the ``used`` columns as text, by position, and what returns file and line of a row.
 
-    Args:
-        text: How lines are cut.
-        width: Number of columns.
-        used: Positions of the columns to read, ascending.
-        leave_out: Takes a row with another number of columns, and raises DataError unless it is to
-            be left out.
-
-    Raises:
-        DataError: Such a row is wrong, or the file is damaged.
+    ``leave_out`` takes a row that has not ``width`` columns, and raises DataError unless it is to
+    be left out.
     """
     left_out: deque[int] = deque()  # numbers of rows, ascending
     wrong: DataError | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,11 @@ def finish_store(
     types: Types | None = None,
     features: FeatureTable | None = None,
     most: int = ALL_ROWS,
-    on_written: Callable[[], object] = lambda: None,
 ) -> None:
     """Write all files of a store, whose triples and their weights are in a folder already.
 
     ``entities`` and ``relations`` are labels (N,) and (R,); ``notes`` are entries of the report,
-    beside those that follow from the contents; ``most`` and ``on_written`` are as for
-    `write_indices`.
+    beside those that follow from the contents; ``most`` is as for `write_indices`.
     """
     tables = {"entities": (entities,), "relations": (relations,), "types": types}
     for kind, table in {**tables, "features": features}.items():
@@ -59,7 +57,7 @@ def finish_store(
                 np.save(folder / f"{kind}-{part}.npy", array)
     triples, weights = map_triples(folder)
     sizes = len(entities), len(relations)
-    indices = write_indices(folder, triples, sizes, most, on_written)
+    indices = write_indices(folder, triples, sizes, most)
     report: dict[str, Any] = {
         "triples": {split: len(rows) for split, rows in triples.items()},
         "duplicates": {},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -45,12 +45,10 @@ def write_indices(
     triples: Mapping[str, np.ndarray],
     sizes: tuple[int, int],
     most: int = ALL_ROWS,
-    on_written: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, SideIndex]]:
     """Write the filter index of each split and side, and return it, mapped; write degrees too.
 
-    ``sizes`` are N and R, and ``most`` is the number of rows in memory.  ``on_written`` is called
-    after each side.
+    ``sizes`` are N and R, and ``most`` is the number of rows in memory.
     """
     indices: dict[str, dict[str, SideIndex]] = {}
     for split, rows in triples.items():
@@ -59,7 +57,6 @@ def write_indices(
             paths = [folder / index_name(split, side, part) for part in SideIndex._fields]
             _write_side(paths, rows, side, sizes, most)
             indices[split][side] = SideIndex(*(np.load(path, mmap_mode="r") for path in paths))
-            on_written()
     for side, column in (("head", HEAD), ("tail", TAIL)):
         np.save(folder / degrees_name(side), id_counts(triples["train"][:, column], sizes[0]))
     return indices
