@@ -7,7 +7,7 @@ repeats the numbers that the host had when it was recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -178,3 +178,18 @@ def test_plain_path_is_announced(caplog):
         assert assembly.build_pipeline(config, backend, ranks, None) == "plain"
     (said,) = (line for line in caplog.messages if line.startswith("train.pipeline graph: "))
     assert said.endswith("; steps take the plain path")
+
+
+def test_another_thread_may_allocate_while_a_step_is_captured(monkeypatch):
+    """It makes batches; only a card would refuse its memory."""
+    modes, stream = [], SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda aside: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "graph": lambda graph, capture_error_mode: nullcontext(modes.append(capture_error_mode)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert captured_step.captured(list) == ([], None)
+    assert modes == ["thread_local"]
