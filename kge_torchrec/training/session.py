@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -36,8 +35,6 @@ from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
-
-log = logging.getLogger(__name__)
 
 TABLE = f"model.{ENTITY_WEIGHT}"  # names in a checkpoint
 _SCORER = "model.objective.scorer."
@@ -211,14 +208,6 @@ class Session:
 
         progress = self.checkpoints.load(self.checkpoints.order(NEWEST), rows_of).progress
         self.take_numbers(progress)
-        before, now = progress.precision, self._precision
-        if self.config.train.precision == "auto" and before != now and self.processes.is_first:
-            log.warning(
-                "train.precision auto: the run has trained in %s, and resumes in %s, since not "
-                "every machine has bf16 products; train.precision fp32 or bf16 fixes one",
-                before,
-                now,
-            )
         return progress
 
     def take_numbers(self, progress: TrainState) -> None:
@@ -231,7 +220,6 @@ class Session:
     def state(self, progress: TrainState) -> list[Rows]:
         """Return this rank's rows of a checkpoint, and complete its progress.  Collective."""
         progress.loss_scale, progress.averaged = self.loss_scale, self.averaging.count
-        progress.precision = self._precision
         # With preset dicee a rank without gradients does not count a step.
         progress.table_step = int(self.processes.largest([self.backend.table.steps])[0])
         progress.parts = self._layout
@@ -245,10 +233,6 @@ class Session:
         self.disk.write_all()
         names = {own.name for own in self.disk.rows}
         return self.disk.rows + [own for own in rows if own.name not in names]
-
-    @property
-    def _precision(self) -> str:
-        return str(self.backend.unwrapped_model.objective.precision).removeprefix("torch.")
 
     @property
     def _layout(self) -> str:

@@ -31,7 +31,6 @@ class TrainState:
     loss_scale: dict[str, float] = field(default_factory=dict)  # for fp16, from LossScale.state
     table_step: int = 0  # steps of the table's optimizer
     averaged: int = 0  # number of weights in the average
-    precision: str = ""  # of products with rows, such as bfloat16
     parts: str = ""  # how a table on disk is cut
     data: str = ""  # fingerprint of the training store
 

@@ -262,22 +262,6 @@ def test_auto_takes_bf16_for_products_with_many_entities(
     assert is_bf16 == ("train.precision fp32 computes" in caplog.text) == (takes and is_large)
 
 
-def test_a_resume_in_another_precision_is_reported(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(assembly, "_ROWS_FOR_BF16", 1)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    texts = []
-    for epochs, has in ((1, True), (2, False), (3, False)):
-        caplog.clear()
-        monkeypatch.setattr(
-            torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has, raising=False
-        )
-        fit(config_of(small_store(), tmp_path, train__precision="auto", train__epochs=epochs,
-                      negatives__regime="1vsall"))  # fmt: skip
-        texts.append([r.getMessage() for r in caplog.records if "resumes in" in r.getMessage()])
-    assert [len(text) for text in texts] == [0, 1, 0]
-    assert "train.precision auto: the run has trained in bfloat16, and resumes in fl" in texts[1][0]
-
-
 def rank_chooses(store: Path) -> bool:
     """Whether this rank takes bf16 where only the CPU of rank 0 has it."""
     with processes("cpu") as ranks, ExitStack() as held:
