@@ -70,6 +70,9 @@ class Probabilities(Protocol):
     def probabilities(self, scores: np.ndarray, missing: str, relations: np.ndarray) -> np.ndarray:
         """Return the probabilities (M,) of scores (M,), see ``TrainedModel.probabilities``."""
 
+    def write(self, folder: Path) -> None:
+        """Write the calibration into the folder of an export."""
+
 
 @dataclass(eq=False, repr=False)
 class TrainedModel:

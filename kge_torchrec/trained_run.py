@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kge_torchrec import files
 from kge_torchrec.answers import Answering
 from kge_torchrec.answers.calibration import Calibration, calibrate
-from kge_torchrec.answers.queries import FEW, Link, new_links
+from kge_torchrec.answers.queries import FEW
 from kge_torchrec.answers.sources import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
@@ -61,7 +60,6 @@ class Run(Answering):
         self._model: TrainedModel | None = None
         self._loaded: str | None = None  # the requested checkpoint
         self._progress: TrainState | None = None  # progress of the loaded checkpoint
-        self._resolved = self.config  # with values in place of null, once a model is loaded
 
     @property
     def path(self) -> Path:
@@ -132,8 +130,7 @@ class Run(Answering):
         Args:
             split: "train", "valid" or "test".
             by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
-                et al. 2013) and "frequency" or "popularity" (of the answer in train).  They are
-                written into the run folder as evaluation-SPLIT-by-NAME.json.
+                et al. 2013) and "frequency" or "popularity" (of the answer in train).
             candidates: "all", "seen", "types" or "fixed"; replaces the run's
                 evaluation.candidates.
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
@@ -189,20 +186,20 @@ class Run(Answering):
             results = recommendation_metrics(lists, recommend)
             beside = model.list_baselines_of(ids, split, evaluation, recommend, side)
             results["recommendation_baselines"] = beside
-            split, ids = f"{split}-recommendations", np.append(lists.triples, lists.listed(), 0)
+            ids = np.append(lists.triples, lists.listed(), 0)
             group = partial(grouped_recommendations, lists, recommend)
         else:
-            ranks = model.ranks_of(ids, split if own is None else None, evaluation)
+            filtered_for = split if own is None else None
+            ranks = model.ranks_of(ids, filtered_for, evaluation)
             results, group = metrics(ranks), partial(grouped, ranks)
-            results["baselines"] = model.baselines_of(
-                ids, split if own is None else None, evaluation
-            )
+            results["baselines"] = model.baselines_of(ids, filtered_for, evaluation)
         if own is not None:
-            split, results["triples"] = "triples", _where_known(store, own)
-        if by:
-            # Every process has the same ranks, so rank 0 groups them for all.
+            results["triples"] = _where_known(store, own)
+        if by:  # every process has the same ranks, so rank 0 groups them for all
+            triples = np.asarray(ids, np.int64)
             results["by"] = on_first_rank(
-                self._processes, lambda: self._write_groups(group, split, ids, by, evaluation)
+                self._processes,
+                lambda: {name: group(GROUPINGS[name](store, triples)) for name in by},
             )
         return results
 
@@ -218,26 +215,6 @@ class Run(Answering):
         kept = {name: there[name] for name in there if OPTIONS_OF[name] == kind}
         chosen = parse_options(CandidateOptions, kept | options, "evaluation.candidates_options")
         return replace(own, candidates=kind, candidates_options=chosen)
-
-    def _write_groups(
-        self,
-        group: Callable[[Grouping], dict[str, Any]],
-        split: str,
-        ids: np.ndarray,
-        by: Sequence[str],
-        evaluation: EvaluationConfig,
-    ) -> dict[str, Any]:
-        store, triples = self._store, np.asarray(ids, np.int64)
-        groups = {name: group(GROUPINGS[name](store, triples)) for name in by}
-        kind: str | None = evaluation.candidates
-        ending = "" if kind in (None, "all") else f"-{kind}-candidates"
-        try:
-            for name, results in groups.items():
-                file = self.path / f"evaluation-{split}-by-{name}{ending}.json"
-                files.write_json(file, {"split": split, "by": name, **results})
-        except OSError as error:  # the folder may be read-only for this user
-            log.warning("the groups are not written: %s", error)
-        return groups
 
     def export(
         self,
@@ -274,38 +251,10 @@ class Run(Answering):
         check_format(format, relation, self.config.model)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
-        name = checkpoint or BEST
-        model = self._load(name)
+        model = self._load(checkpoint or BEST)
         assert self._progress is not None  # set by _load
-        export_run(
-            model, self.folder, self._resolved, self._progress, folder, format, relation,
-            with_results=name == BEST,
-        )  # fmt: skip
+        export_run(model, self._progress, folder, format, relation)
         return folder.path
-
-    def new_links(
-        self,
-        relation: str,
-        k: int = FEW,
-        candidates: str = "all",
-        loops: bool = False,
-    ) -> list[Link]:
-        """Return the best triples of a relation that are not in the data, best first.
-
-        Every pair of candidates is scored as a tail query.
-
-        Args:
-            relation: Label of the relation.
-            k: Number of triples.
-            candidates: "all" entities, or those "seen" with the relation on their side in train.
-                Large graphs need "seen".
-            loops: Whether to include links of an entity to itself.
-
-        Raises:
-            ConfigError: An argument is invalid.
-            UnknownLabelError: The relation is not in the data.
-        """
-        return new_links(self.model, relation, k, candidates, loops)
 
     def calibrate(self, top: int = FEW, limit: int = 10_000) -> Calibration:
         """Fit probabilities to the scores on valid, and save them in calibration.json.
@@ -365,7 +314,7 @@ class Run(Answering):
         """Return the model of "best", "newest" or a named checkpoint."""
         if self._model is None or self._loaded != checkpoint:
             self._model = self._loaded = None  # before another table is made
-            model, self._progress, self._resolved = load_trained(
+            model, self._progress = load_trained(
                 self.config, self.folder, self._processes, checkpoint
             )
             # Read on rank 0 here, since later not every rank may need it.

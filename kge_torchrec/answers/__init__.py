@@ -16,12 +16,14 @@ from kge_torchrec.answers.queries import (
     MEANINGS,
     PARTS,
     Choice,
+    Link,
     Neighbour,
     Part,
     Prediction,
     metric_of,
     missing_part,
     nearest,
+    new_links,
     predictions,
     recommended,
 )
@@ -209,6 +211,30 @@ class Answering:
             batches = triples_in(self.model, triples)
             return table_of(self.model, batches, rows_of, triples, "triples")
         return self.model.scores(self.model.triple_ids(triples), side).tolist()
+
+    def new_links(
+        self,
+        relation: str,
+        k: int = FEW,
+        candidates: str = "all",
+        loops: bool = False,
+    ) -> list[Link]:
+        """Return the best triples of a relation that are not in the data, best first.
+
+        Every pair of candidates is scored as a tail query.
+
+        Args:
+            relation: Label of the relation.
+            k: Number of triples.
+            candidates: "all" entities, or those "seen" with the relation on their side in train.
+                Large graphs need "seen".
+            loops: Whether to include links of an entity to itself.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            UnknownLabelError: The relation is not in the data.
+        """
+        return new_links(self.model, relation, k, candidates, loops)
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
         """Return the k nearest entities to an entity, nearest first.

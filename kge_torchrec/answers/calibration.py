@@ -273,17 +273,14 @@ def _errors_on(
     test: Mapping[str, Listed], made: Calibration, model: TrainedModel
 ) -> dict[str, Any]:
     """Return the errors on the answers to the queries of test, "test", and those by relation."""
-    common = replace(made, own={})
-    found: dict[str, dict[str, np.ndarray]] = {"sigmoid": {}, "common": {}, "calibrated": {}}
-    for part, (_, scores, _, of_answers) in test.items():
-        found["sigmoid"][part] = sigmoid(scores.astype(np.float64))
-        for name, curves in (("common", common), ("calibrated", made)):
-            found[name][part] = curves.probabilities(scores, part, of_answers)
-
-    joined = Listed.merged([test[part] for part in PARTS])
-    values = {name: np.concatenate([x[part] for part in PARTS]) for name, x in found.items()}
+    joined = Listed.merged([*test.values()])
+    values = {"sigmoid": sigmoid(joined.scores.astype(np.float64))}
+    for name, curves in (("common", replace(made, own={})), ("calibrated", made)):
+        values[name] = np.concatenate([
+            curves.probabilities(x.scores, part, x.relations) for part, x in test.items()
+        ])  # fmt: skip
     is_side = np.repeat(
-        [part != "relation" for part in PARTS], [len(test[x].labels) for x in PARTS]
+        [part != "relation" for part in test], [len(x.labels) for x in test.values()]
     )
 
     def measured(chosen: np.ndarray) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def are_known(
 def new_links(
     model: TrainedModel, relation: Label, k: int, candidates: str, loops: bool
 ) -> list[Link]:
-    """Return the best triples of a relation that no split holds; see ``Run.new_links``. Collective.
+    """Return the best triples of a relation that no split holds. Collective.
 
     Heads come in batches; the k best links are among the k best of each head. All pairs of
     candidates are scored as tail queries. Equal scores come in order of head, then tail; scores of

@@ -52,7 +52,7 @@ def evaluate(
         split: the split to rank (default: test)
         triples: rank the triples of a file instead of a split: head, relation and tail with tabs
         by: also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the frequency
-            (popularity) of the answer; writes files to RUN
+            (popularity) of the answer; --format json has all groups
         recommend: evaluate lists of K recommended tails per (head, relation) instead of ranks:
             recall, NDCG, hit rate, precision, MAP and coverage at each K, and AUC
         side: the side to recommend
@@ -121,10 +121,6 @@ def evaluate(
 
         for name, stats in groups.items():
             print(f"\n{groups_table(name, stats)}")
-        written = f"{'triples' if triples is not None else split or 'test'}"
-        written += "-recommendations" * bool(recommend)
-        if any(trained.path.glob(f"evaluation-{written}-by-*")):  # none in a read-only folder
-            print(f"\nfiles: {trained.path}/evaluation-{written}-by-*")
     return 0
 
 

@@ -12,7 +12,6 @@ from kge_torchrec.commands import (
     RunPath,
     answering,
     is_first_rank,
-    opened,
     print_problems,
     write_records,
 )
@@ -82,7 +81,7 @@ def predict(
             report = answer_file(model, queries, choice, output, format, names=names)
         return print_problems(report, queries)
     if link is not None:
-        with opened(run) as trained:
+        with answering(run) as trained:
             with announced("loading the run"):
                 _ = trained.model
             links = trained.new_links(link, top, candidates, loops)

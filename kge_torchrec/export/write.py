@@ -12,15 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
 
-from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.fold_in import training_of
 from kge_torchrec.config import Config, ConfigError, ModelConfig
 from kge_torchrec.config.checks import one_of
@@ -66,33 +63,28 @@ def check_format(name: str, relation: str | None, model: ModelConfig) -> None:
 
 def export_run(
     model: TrainedModel,
-    run: RunFolder,
-    config: Config,
     progress: TrainState,
     folder: ExportFolder,
     format: str,
     relation: str | None,
-    with_results: bool,
 ) -> None:
     """Write the folder of an export, completely or not at all. Collective; rank 0 writes.
 
-    Besides the model, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
-    For vectors and for a program it also needs two or three copies of the table.
+    Besides the model, rank 0 needs memory for the scorer's parameters and a few chunks of 16,384
+    rows. For vectors and for a program it also needs two or three copies of the table.
 
     Args:
-        model: The model of a checkpoint, with the data.
-        run: The folder of the run.
-        config: The config of the run, with values in place of null.
+        model: The model of a checkpoint of a run.
         progress: The progress of the checkpoint.
         folder: The folder to make.
         format: One of ``FORMATS``.
         relation: The label of the relation of vectors; None: all relations.
-        with_results: Whether results.json is of this checkpoint and goes into config.json.
 
     Raises:
         ExportError: On every rank, for example if the disk is full.
     """
-    ranks, store = model.processes, model.store
+    ranks, store, config, path = model.processes, model.store, model.config, model.path
+    assert config is not None and path is not None  # of a run
     parameters = dense_parameters(model.scorer)
     description = describe(config.model, store.num_entities, store.num_relations, format)
     if format == "safetensors":
@@ -104,8 +96,11 @@ def export_run(
         "step": progress.global_step,
         "data": progress.data,
     }
-    if with_results and run.results.is_file():
-        description["results"] = json.loads(run.results.read_text(encoding="utf-8"))
+    results = RunFolder(path).results
+    if results.is_file():
+        found = json.loads(results.read_text(encoding="utf-8"))
+        if found["checkpoint"]["name"] == name_of(progress):
+            description["results"] = found
 
     def write_dense() -> None:
         write_labels(folder.partial / ENTITIES, store.entities)
@@ -128,9 +123,8 @@ def export_run(
         if format == "safetensors":
             load_scorer(folder.partial, description)  # do not keep an export that does not load
             store.copy(folder.partial / STORE)
-            calibration = Calibration.read(run.path)
-            if calibration and calibration.is_of(progress.global_step, store.fingerprint):
-                calibration.write(folder.partial)
+            if model.calibration is not None:
+                model.calibration.write(folder.partial)
         features, name = store.num_rows - store.num_entities, _name_of_graph(config)
         text = card_text(description, name, store.report["triples"], features)
         (folder.partial / CARD).write_text(text, encoding="utf-8")
@@ -193,15 +187,14 @@ def write_entities(
             Parquet(folder, store, shard.dim) if is_parquet else Safetensors(folder, *sizes)
         )
 
-    def append(first: int, rows: np.ndarray | None) -> None:
-        assert rows is not None  # true on rank 0, where this runs
+    def append(first: int, rows: Tensor) -> None:
         bar.update(len(rows))
-        tables[0].append(first, rows)
+        tables[0].append(first, rows.cpu().numpy())
 
     total = shard.num_entities
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
         on_first_rank(processes, begin)
-        for chunk in chunks_on_first_rank(shard, processes):
+        for chunk in chunks(shard):
             on_first_rank(processes, partial(append, *chunk))
         on_first_rank(processes, lambda: tables[0].close())
 
@@ -209,61 +202,20 @@ def write_entities(
 def _whole(shard: EntityShard, processes: Processes) -> Tensor:
     """Return all rows (N, D) on rank 0. Collective."""
     rows = torch.empty(shard.num_entities if processes.is_first else 0, shard.dim)
-    for first, chunk in chunks_on_first_rank(shard, processes):
-        if chunk is not None:
-            rows[first : first + len(chunk)] = torch.from_numpy(chunk)
+    for first, chunk in chunks(shard):
+        if processes.is_first:
+            rows[first : first + len(chunk)] = chunk
     return rows
 
 
-CHUNK_ROWS = 1 << 16
+CHUNK_ROWS = 1 << 14
 
 
-@torch.no_grad()
-def chunks_on_first_rank(
-    shard: EntityShard, processes: Processes
-) -> Iterator[tuple[int, np.ndarray | None]]:
-    """Yield (global id of the first row, rows (m, D) float32) in order of id, with m <= 65,536.
+def chunks(shard: EntityShard) -> Iterator[tuple[int, Tensor]]:
+    """Yield (id of the first row, rows (m, D) float32) in order of id, with m <= 16,384.
 
-    Collective: every rank iterates over all chunks. The rows are None except on rank 0 and are
-    valid until the next chunk. Ranks send rows directly to rank 0, which keeps every bit (a sum
-    over the ranks would turn -0.0 into 0.0). Besides its shard, rank 0 holds one chunk, and other
-    ranks at most a copy of their part of it.
+    Collective: every rank gets all chunks, one after another. Of several ranks, -0.0 comes as 0.0.
     """
-    ranges = _row_ranges(shard, processes)
-    buffer = None
-    if processes.is_first:
-        height = min(CHUNK_ROWS, shard.num_entities)
-        buffer = torch.empty(height, shard.dim, device=shard.rows.device)
     for first in range(0, shard.num_entities, CHUNK_ROWS):
         stop = min(first + CHUNK_ROWS, shard.num_entities)
-        chunk = None if buffer is None else buffer[: stop - first]
-        for owner, (low, high) in enumerate(ranges):
-            low, high = max(low, first), min(high, stop)
-            if low < high:
-                part = None if chunk is None else chunk[low - first : high - first]
-                _move(shard, processes, owner, low, high, part)
-        yield first, None if chunk is None else chunk.cpu().numpy()
-
-
-def _row_ranges(shard: EntityShard, processes: Processes) -> list[tuple[int, int]]:
-    """Return the ids [start, stop) of every rank."""
-    if processes.world_size == 1:
-        return [shard.row_range]
-    mine = torch.tensor(shard.row_range, device=shard.rows.device)
-    ranges = [torch.empty_like(mine) for _ in range(processes.world_size)]
-    dist.all_gather(ranges, mine, group=processes.group)
-    return [tuple(bounds.tolist()) for bounds in ranges]
-
-
-def _move(
-    shard: EntityShard, processes: Processes, owner: int, low: int, high: int, part: Tensor | None
-) -> None:
-    """Copy the rows [low, high) of the rank ``owner`` to ``part`` on rank 0."""
-    if processes.rank == owner:
-        rows = shard.rows[low - shard.first_row : high - shard.first_row]
-        if part is not None:
-            part.copy_(rows)
-        else:
-            dist.send(rows.float().contiguous(), 0, group=processes.group)
-    elif part is not None:
-        dist.recv(part, owner, group=processes.group)
+        yield first, shard.fetch(torch.arange(first, stop, device=shard.device))

@@ -26,7 +26,7 @@ from kge_torchrec.tables import cut, table
 THRESHOLD = 1.5  # mean entities from which a side is "N" (Bordes et al. 2013)
 CATEGORIES = ("1-1", "1-N", "N-1", "N-N")
 UNSEEN = len(CATEGORIES)  # the category of a relation without a training triple
-LINES = 30  # groups in a table; the file has all groups
+LINES = 30  # groups in a table
 # Columns of the table: a side of the triple and the value to show.
 _CELLS = [
     ("both", "queries"), ("both", "mrr"),
@@ -205,7 +205,7 @@ def groups_table(name: str, results: dict[str, Any]) -> str:
         table(rows, width=shutil.get_terminal_size().columns),
     ]
     if len(results["groups"]) > LINES:
-        lines.append(f"and {len(results['groups']) - LINES:,} more groups, in the file")
+        lines.append(f"and {len(results['groups']) - LINES:,} more groups, in --format json")
     return "\n".join(lines)
 
 

@@ -42,7 +42,7 @@ _SCORER = "model.objective.scorer."
 
 def load_trained(
     config: Config, folder: RunFolder, processes: Processes, which: str = BEST
-) -> tuple[TrainedModel, TrainState, Config]:
+) -> tuple[TrainedModel, TrainState]:
     """Load the model of a checkpoint, of any backend and any number of ranks.  Collective.
 
     It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
@@ -50,7 +50,7 @@ def load_trained(
     holds the whole scorer.  Everything is float32.  ``which`` is as for ``Checkpoints.order``.
 
     Returns:
-        The model, the progress of its checkpoint, and the config with numbers in place of null.
+        The model, whose config has numbers in place of null, and the progress of its checkpoint.
 
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
@@ -84,7 +84,7 @@ def load_trained(
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
     model = TrainedModel(scorer, shard, store, processes, path=folder.path, config=config)
-    return model, progress, config
+    return model, progress
 
 
 class Session:

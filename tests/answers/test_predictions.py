@@ -35,7 +35,7 @@ def without(triple, part):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_answer_scores_match_triple_scores(run, model, part):
+def test_answer_scores_match_triple_scores(run, part):
     for triple in of_split(run, "test")[:5]:
         query, _ = without(triple, part)
         answers = run.predict(**query, k=100)
@@ -43,12 +43,7 @@ def test_answer_scores_match_triple_scores(run, model, part):
         triples = [tuple({**query, part: a.label}[name] for name in PARTS) for a in answers]
         side = "head" if part == "head" else "tail"
         assert run.score(triples, side) == [a.score for a in answers]
-        assert model.score(triples, side=side) == run.score(triples, side)
         assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
-        results = model.predict(**query, k=100)
-        assert [(a.rank, a.label, a.score) for a in results] == [
-            (a.rank, a.label, a.score) for a in answers
-        ]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -56,7 +56,6 @@ def test_extending_an_extended_run_does_not_change_sources(world, tmp_path):
 # Those that write; RUN, STORE and OUT are replaced.  A verb may add the files named after it.
 VERBS = {
     "extend": ("extend STEP0 WORLD/b.tsv -o OUT/x --epochs 1", ()),
-    "evaluate by relation": ("evaluate RUN --by relation", ("evaluation-test-by-relation.json",)),
     "predict a file": ("predict RUN --queries WORLD/asked.tsv -o OUT/x.tsv --format tsv", ()),
     "calibrate": ("calibrate RUN", ("calibration.json",)),
     "export": ("export RUN -o OUT/x", ()),

@@ -14,13 +14,12 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.commands.evaluate import results_table
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.fixed import MISSING, FixedLists, rank_among_lists, read_lists
-from kge_torchrec.ranking.ranks import Ranks, metrics, ranked_among
+from kge_torchrec.ranking.ranks import Ranks
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
 EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
@@ -103,17 +102,6 @@ def test_triples_without_a_list_are_refused():
         FixedLists(triples[[0, 1, 0]], {s: np.zeros((3, 2), int) for s in SIDES}, "some file")
 
 
-def test_lists_are_labeled():
-    (scorer, table), triples = model(), distinct_triples(9)
-    ids = {side: np.zeros((len(triples), 2), int) for side in SIDES}
-    lists = FixedLists(triples.numpy(), ids, "them.npz")
-    results = metrics(rank_among_lists(scorer, whole(table), triples, lists))
-    assert set(results["candidates"]) == {"restricted_to", "kind", "per_query"}
-    line = results_table(results).splitlines()[0]
-    assert line == ranked_among(results) and "them.npz" in line
-    assert line.startswith("FIXED candidates, not comparable") and "unfiltered" in line
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> TripleStore:
     return tiny_store(tmp_path_factory.mktemp("graph") / "store")
@@ -147,27 +135,12 @@ def test_lists_are_ranked_and_labeled(run, file, capsys):
     text = capsys.readouterr().out
     label = "FIXED candidates, not comparable with ranks among all entities: unfiltered ranks among"
     assert text.startswith(label) and f"given by {file}" in text and text.count("FIXED") == 2
-    written = json.loads((run / "evaluation-test-by-category-fixed-candidates.json").read_text())
-    assert written["total"]["candidates"]["kind"] == "fixed"
-    results = evaluate(run, candidates_options={"file": file})
+    results = evaluate(run, by=["category"], candidates_options={"file": file})
+    assert results["by"]["category"]["total"]["candidates"]["kind"] == "fixed"
     assert results["candidates"]["per_query"] == [3, 4]
     assert results["both"]["realistic"]["mr"] < evaluate(run)["both"]["realistic"]["mr"]
     with pytest.raises(ConfigError, match=r"evaluation.candidates fixed needs .*candidate-file"):
         evaluate(run, candidates="fixed")
-
-
-def test_results_do_not_depend_on_number_of_ranks(run, file):
-    for kwargs in (
-        {"candidates_options": {"file": str(file)}},
-        {"split": "valid", "candidates_options": {"file": str(file)}},
-    ):
-        expected = evaluate(run, **kwargs)
-        for results in run_world(2, evaluate_here, run, kwargs):
-            assert results == expected
-
-
-def evaluate_here(run, kwargs):
-    return evaluate(run, **kwargs)
 
 
 def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys):

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 from training_runs import config_of, evaluate
-from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
@@ -105,7 +104,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
+def test_evaluate_by_ranks_once(run, capsys, monkeypatch):
     ranked = []
     ranks_of = TrainedModel.ranks_of
     monkeypatch.setattr(
@@ -116,24 +115,15 @@ def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     assert main(["evaluate", str(run), "--by", *names]) == 0
     assert [len(args) for args in ranked] == [4, 5]  # by the model, and by its baseline
     text = capsys.readouterr().out
+    assert "more groups, in --format json" in text and "all entities" in text
+    assert main(["evaluate", str(run), "--by", *names, "--format", "json"]) == 0
+    results = json.loads(capsys.readouterr().out)
     expected = json.loads((run / "results.json").read_text())["test"]
     del expected["baselines"]
     for name in names:
         assert f"by {name}: " in text
-        results = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
-        assert results["total"] == expected  # of the ungrouped ranking, to the last bit
-        assert results["groups"] and (results["split"], results["by"]) == ("test", name)
-    assert "more groups, in the file" in text and "all entities" in text
-
-
-def test_groups_of_a_read_only_folder_are_printed(run, capsys, monkeypatch):
-    def refuse(*args):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr("kge_torchrec.files.write_json", refuse)
-    assert main(["evaluate", str(run), "--split", "train", "--by", "relation"]) == 0
-    text = capsys.readouterr().out
-    assert "by relation: " in text and "files: " not in text
+        assert results["by"][name]["groups"]
+        assert results["by"][name]["total"] == expected  # of the ungrouped ranking, to the last bit
 
 
 def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
@@ -141,27 +131,14 @@ def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     assert main([*arguments, "--by", "category"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("RESTRICTED") and text.count("RESTRICTED") == 2
-    written = json.loads((run / "evaluation-valid-by-category-seen-candidates.json").read_text())
-    assert "seen" in written["total"]["candidates"]["restricted_to"]
-    assert not (run / "evaluation-valid-by-category.json").exists()
-    assert main([*arguments, "--format", "json"]) == 0
+    assert main([*arguments, "--by", "category", "--format", "json"]) == 0
     restricted = json.loads(capsys.readouterr().out)
-    assert restricted.pop("candidates") == written["total"]["candidates"]
+    total = restricted["by"]["category"]["total"]
+    assert restricted["candidates"] == total["candidates"]
+    assert "seen" in total["candidates"]["restricted_to"]
     whole = evaluate(run, "valid")
     assert "candidates" not in whole
     assert restricted["both"]["realistic"]["mrr"] > whole["both"]["realistic"]["mrr"]
-
-
-def test_groups_do_not_depend_on_number_of_ranks(run):
-    """Rank 0 groups and writes the files; each rank holds a part of the rows."""
-    kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
-    expected = evaluate(run, **kwargs)
-    for results in run_world(2, evaluate_here, run, kwargs):
-        assert results == expected
-
-
-def evaluate_here(run, kwargs):
-    return evaluate(run, **kwargs)
 
 
 def test_invalid_choices_are_rejected(run, capsys):

@@ -407,7 +407,6 @@ def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
                   ["report", URL]):  # fmt: skip
         assert main(words) == 0
         assert "fetching" not in capsys.readouterr().err  # once is enough
-    assert (cache_of(URL) / "evaluation-test-by-relation.json").is_file()  # it stays here
     assert (cache_of(URL) / "report.html").is_file()
     assert evaluate(URL, "valid") == here
     config = longer_config(triples, tmp_path / "new", model__init_from=URL, train__epochs=0)
