@@ -276,9 +276,10 @@ t = difference / (deviation / math.sqrt(len(common))) => t = difference / deviat
 api.train(replace(own, seed=seed, run=run), callbacks) => api.train(replace(own, run=run), callbacks)
 [tuning/space.py: tuning/test_space.py]
 and parameter.contains(known[parameter.key]) => and True
-[export/write.py: answers/test_calibration.py -k another_step]
-calibration.is_of(progress.global_step, store.fingerprint) => True
-rows = shard.rows[low - shard.first_row : high - shard.first_row] => rows = shard.rows[: high - low] @@ export/test_export.py -k "every_format or documented"
+[trained_run.py: answers/test_calibration.py -k another_step]
+saved.is_of(self._step, self._store.fingerprint) => True
+[export/write.py: export/test_export.py -k any_number]
+shard.fetch(torch.arange(first, stop, => shard.fetch(torch.arange(0, stop - first,
 [serving/batching.py: serving/test_answers.py -k busy]
 self._waiting.qsize() >= self.room => self._waiting.qsize() > 2 * self.room
 """  # noqa: E501

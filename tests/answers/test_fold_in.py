@@ -12,7 +12,6 @@ from grown_runs import featured_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, tiny_store
-from worlds import run_world
 
 from kge_torchrec import api, load_model
 from kge_torchrec.answers import AnsweringModel
@@ -211,34 +210,6 @@ def test_many_queries_may_name_new_entities(run):
     listed = run.fold_in(facts).recommend(heads, "r0", 5)
     single = run.fold_in(facts).recommend("also", "r0", 5)
     assert listed["tail"].to_pylist()[-len(single) :] == [one.label for one in single]
-
-
-def of_facts(path):
-    """Answers to new entities by one query and by many."""
-    with api.open_run(path) as run:
-        table = run.fold_in(FACTS + OTHERS).predict(["new", "also", "e4"], "r0", k=9)
-        return (
-            run.fold_in(FACTS).predict("new", "r0", k=9),
-            run.fold_in(FACTS).predict(None, "r1", "new", 9, False),
-            run.fold_in(FACTS).recommend("new", "r0", 9, exclude_known=True),
-            table.to_pylist(),
-        )
-
-
-def labels_and_scores(answers):
-    found = [[(x.label, x.known) for x in part] for part in answers[:3]]
-    found.append([(x["head"], x["tail"], x["known"]) for x in answers[3]])
-    return found, [x.score for part in answers[:3] for x in part]
-
-
-@pytest.mark.slow
-def test_every_number_of_ranks_gives_the_same(trained):
-    (one,) = run_world(1, of_facts, trained[0])
-    labels, scores = labels_and_scores(one)
-    for world_size in (2, 4):
-        for answers in run_world(world_size, of_facts, trained[0]):
-            assert labels_and_scores(answers)[0] == labels
-            assert labels_and_scores(answers)[1] == pytest.approx(scores, rel=1e-5, abs=1e-5)
 
 
 def test_a_resumed_run_answers_like_one_that_never_stopped(tmp_path):

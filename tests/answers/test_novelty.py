@@ -8,9 +8,7 @@ import math
 import numpy as np
 import pytest
 from training_runs import evaluate
-from worlds import run_world
 
-from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 
@@ -80,23 +78,6 @@ def test_metrics_are_those_of_the_lists(run):
     assert stats["coverage@5"] == pytest.approx(len(covered) / run.model.num_entities)
     off = evaluate(run.path, recommend=[k])["recommendation"]
     assert stats != off and evaluate(run.path, recommend=[k], novelty=0)["recommendation"] == off
-
-
-def on_ranks(path):
-    with api.open_run(path) as run:
-        answers = [
-            [a.label for a in run.recommend("e1", "r0", 9, novelty=weight)] for weight in WEIGHTS
-        ]
-        return answers, run.evaluate(recommend=[1, 5], novelty=0.8)
-
-
-@pytest.mark.slow
-def test_every_number_of_ranks_gives_the_same(trained):
-    (expected,) = run_world(1, on_ranks, trained[0])
-    for world_size in (2, 4):
-        for answers, results in run_world(world_size, on_ranks, trained[0]):
-            assert answers == expected[0]
-            assert results["recommendation"] == pytest.approx(expected[1]["recommendation"])
 
 
 def test_verbs_take_a_novelty(trained, run, tmp_path, capsys):

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from training_runs import config_of
-from worlds import run_world
 
 from kge_torchrec import api, load_model
 from kge_torchrec.answers import sources
@@ -141,22 +140,3 @@ def test_data_frames_give_data_frames(run):
 def test_what_cannot_be_answered_is_named(run, call, error, message):
     with pytest.raises(error, match=message):
         call(run)
-
-
-def on_ranks(path):
-    with api.open_run(path) as run:
-        try:
-            run.predict(pa.table({"head": ["e1", "nobody"]}), "r0")
-        except DataError as error:
-            message = str(error)
-        found = [run.predict(**parts, k=3) for parts in QUERIES.values()]
-        found += [run.predict(as_table(parts), k=3) for parts in QUERIES.values()]
-        return [table.drop_columns(["score"]) for table in found], message
-
-
-@pytest.mark.slow
-def test_tables_are_the_same_on_every_rank(trained):
-    ((expected, message),) = run_world(1, on_ranks, trained[0])
-    for world_size in (2, 4):
-        for found, error in run_world(world_size, on_ranks, trained[0]):
-            assert found == expected and error == message

@@ -101,31 +101,26 @@ def test_ranking_works_with_fewer_entities_than_ranks():
         assert result == {side: ([1] * 5, [1] * 5) for side in SIDES}
 
 
-@pytest.mark.parametrize(("block_bytes", "batch_size"), [(1, 7), (40_000, 1), (1 << 28, 512)])
-def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
-    table, scorer = duplicated_table(), make_scorer("transe_l1", R, D)
-    known = make_known(KNOWN, N, R)
-    queries = QUERIES[80:120]
-    ranks = rank_triples(
-        ModelScores(scorer, whole(table)),
-        queries,
-        known,
-        RankOptions(block_bytes=block_bytes, batch_size=batch_size),
-    )
-    assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
-
-
-def test_answers_are_scored_in_groups(monkeypatch):
-    """Answers beyond the first group are ranked as well."""
-    table, scorer = duplicated_table(), make_scorer("complex", R, D)
-    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 128 answers at once
-    ranks = rank_triples(
-        ModelScores(scorer, whole(table)),
-        QUERIES,
-        make_known(KNOWN, N, R),
-        RankOptions(batch_size=7),
-    )
-    assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
+@pytest.mark.parametrize(
+    ("block_bytes", "batch_size", "fetched", "dtype"),
+    [
+        (1, 7, None, torch.float32),
+        (40_000, 1, None, torch.float32),
+        (1 << 28, 512, None, torch.float32),
+        (None, 7, 1, torch.float32),  # scores of 128 answers at once
+        (None, 512, None, torch.bfloat16),
+    ],
+)
+def test_ranks_do_not_depend_on_blocks_batches_and_precision(
+    block_bytes, batch_size, fetched, dtype, monkeypatch
+):
+    table, scorer = duplicated_table().to(dtype), make_scorer("complex", R, D)
+    if fetched is not None:
+        monkeypatch.setattr(blocks, "FETCH_BYTES", fetched)
+    options = RankOptions(None, block_bytes, batch_size)
+    scores = ModelScores(scorer, whole(table))
+    ranks = rank_triples(scores, QUERIES, make_known(KNOWN, N, R), options)
+    assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
 
 
 @settings(max_examples=30)
@@ -197,12 +192,6 @@ def test_progress_counts_every_answer():
         RankOptions(batch_size=4, progress=counts.append),
     )  # fmt: skip
     assert counts == [8, 2] * 2
-
-
-def test_low_precision_tables_rank_in_float32():
-    table, scorer = duplicated_table().bfloat16(), make_scorer("complex", R, D)
-    ranks = rank_triples(ModelScores(scorer, whole(table)), QUERIES, make_known(KNOWN, N, R))
-    assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
 
 
 def test_empty_and_misshapen_triples_are_handled():
