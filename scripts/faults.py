@@ -53,6 +53,21 @@ own = (left <= both[heads]).astype(np.int8) => own = (left < both[heads]).astype
 number < bounds[0], 1, np.where(number < bounds[1], 2, 0) => number < bounds[0], 2, np.where(number < bounds[1], 1, 0) @@ data/test_prepare.py -k "one_file or every_entity"
 split_of[of[of < total]] = _MUST_TRAIN => split_of[of[of < total][1:]] = _MUST_TRAIN @@ data/test_prepare.py -k "one_file or every_entity"
 np.floor(ends * share + 0.5) => np.floor(ends * share)
+[data/readers/text_rows.py: data/test_readers.py data/test_mutilated_files.py]
+number += gap <= number => number += gap < number
+number = self._number + lines => number = 1 + lines
+[data/readers/rdf.py: data/test_rdf.py]
+is_literal[is_literal] = _as => _ = _as
+[data/readers/fields.py: data/test_forms.py -k python]
+known.null_count * 2 <= len(ids) => True
+[data/readers/columns.py: data/test_forms.py -k python]
+found.pop(WEIGHT, None) => pass
+[data/readers/where.py: data/test_forms.py -k python]
+isinstance(node.op, ast.And) else pc.or_kleene => True else pc.or_kleene
+[data/leaks.py: reports/test_data_check.py]
+once = codes // 2 <= others // 2 => once = codes <= others
+[data/type_sources.py: data/test_node_types.py]
+if is_whole or self._is_described else => if is_whole else
 [data/negatives.py: data/test_negatives.py]
 return facts if others is None else facts | others => return facts
 (chunks.numbers * self.num_entities).long() => (chunks.numbers * (self.num_entities - 1)).long()

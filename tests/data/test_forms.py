@@ -340,6 +340,11 @@ FORMS = {
         {"e.csv": EVENTS}, "u1 cart i1, u2 purchase i2",
         columns="head=user,relation=event,tail=item", where="event in ['cart', 'purchase']",
     ),
+    "a filter with or": form(
+        {"e.csv": EVENTS}, "u1 cart i1, u2 purchase i2",
+        columns="head=user,relation=event,tail=item",
+        where="event not in ['view', 'purchase'] or not user == 'u1'",
+    ),
     "a filter on no column": form(
         {"buys.csv": BUYS}, None, "data.where names 'stars', which is no column", columns=NAMED,
         relation="bought", where="stars >= 4",
@@ -450,9 +455,9 @@ FORMS = {
         vectors="item:1 genre=comedy, item:1 year=1994, item:2 year=1995",
     ),
     "features of the ids of the triples": form(
-        {"buys.csv": BUYS, "f.csv": "title,item_id,genre\nTea,i1,drink\n,i2,\n"}, BOUGHT,
+        {"buys.csv": BUYS, "f.csv": "title,item_id,rating\nTea,i1,4.5\n,i2,\n"}, BOUGHT,
         columns=NAMED, relation="bought", features="{folder}/f.csv",
-        vectors="i1 title=Tea, i1 genre=drink",
+        vectors="i1 title=Tea, i1 rating=4.5",
     ),
     "features of a type by the name of its column": form(
         {"graph.yaml": yaml.dump({"edges": [

@@ -113,6 +113,16 @@ def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
     assert f"found {count}" in message
 
 
+@pytest.mark.parametrize("comments", ["", "#"])
+def test_bytes_that_are_no_utf8_are_named_in_any_block(tmp_path, monkeypatch, comments):
+    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 512)
+    rows = ["é\tr\tb".encode()] * 999
+    rows[699] = "é\tr\t".encode() + b"\xff"
+    path = write(tmp_path / "x.tsv", b"\n".join(rows))
+    said = f"{path}:700: invalid UTF-8 (byte 0xff at position 6 of the line); convert"
+    assert fault_of(path, comments=comments).startswith(said)
+
+
 # Headers
 
 HEADERS = [
