@@ -190,8 +190,8 @@ def test_runs_with_features_have_rows_of_both(tmp_path):
     config = features_config(tmp_path / "run")
     run = train(config)
     assert f"{41 + USERS + COUNT} rows x 8" in (run.path / "plan.txt").read_text()
-    table = plan(config, devices="1xCPU")["table"]
-    assert (table["entities"], table["features"]) == (41 + USERS, COUNT)
+    planned = plan(config, devices="1xCPU")
+    assert (planned["entities"], planned["features"]) == (41 + USERS, COUNT)
 
 
 def test_exports_have_the_summed_vectors(tmp_path):

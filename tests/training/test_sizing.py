@@ -138,7 +138,7 @@ def test_plan_uses_the_batch_size_of_training(capsys):
     results = {}
     for devices in ("2xCPU", "2xH200"):
         run_verb("plan", ["--devices", devices, *sizes, "--model.dim", "8"])
-        results[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
+        results[devices] = json.loads(capsys.readouterr().out)["batch_size"]
     assert results == {"2xCPU": 1024, "2xH200": 2 * 8192}
 
 
