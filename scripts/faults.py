@@ -277,6 +277,7 @@ unused = "tail queries use the relations themselves" => pass
 [planning/step.py: planning/test_traffic.py planning/test_costs.py]
 return 2 * (count - 1) / count * size => return (count - 1) / count * size
 float(travel_bytes(dtype, ids, remote * dim)) => 4.0 * remote * dim
+served = share * plan.served => served = plan.served @@ planning/test_traffic.py -k its_optimizer
 [planning/plan.py: planning/test_plans.py planning/test_table_memory.py]
 per_element = 4 * (2 + dense_state_numbers(train.optimizer) + train.averages) => per_element = 4 * (2 + train.averages)
 return triples + sides * index + ranked => return triples + index + ranked

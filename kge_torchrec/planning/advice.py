@@ -77,22 +77,20 @@ def _changes(plan: Plan) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     if by_row and entities.preset == "fbgemm":
         yield [(f"train.optimizer {by_row}", {"train.optimizer": by_row})]
     if entities.cache_ratio:
-        yield [_placed("memory", PlacementOptions())]
+        yield [_placed("memory")]
     dense = getattr(plan.memory["dense parameters"], plan.place)
     fsdp = plan.dense_splits < plan.cluster.world_size
     if fsdp and dense >= plan.limits[0].usable / 20:  # else it saves little
         yield [("dense.wrapper fsdp", {"dense.wrapper": "fsdp"})]
     if not plan.sizes.num_features:  # whose rows may be in parts that are not in memory
-        disk = options if entities.on_disk else PlacementOptions()
-        yield [_placed("disk", replace(disk, parts=x, buffer=y)) for x, y in CUTS]
+        passes = {"passes": options.passes} if options.passes > 1 else {}
+        yield [_placed("disk", parts=x, buffer=y, **passes) for x, y in CUTS]
     if plan.is_cuda:
-        yield [_placed(MANAGED, PlacementOptions(cache_ratio=share)) for share in CACHES]
+        yield [_placed(MANAGED, cache_ratio=share) for share in CACHES]
 
 
-def _placed(where: str, options: PlacementOptions) -> tuple[str, dict[str, Any]]:
-    words = {
-        "disk": f" with parts {options.parts} and buffer {options.buffer}",
-        MANAGED: f" with cache_ratio {options.cache_ratio}",
-    }.get(where, "")
-    keys = {"entities.placement_options": options, "entities.placement": where}
-    return f"entities.placement {where}{words}", keys
+def _placed(where: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    words = [f"entities.placement {where}"]
+    words += [f"entities.placement_options.{name} {value}" for name, value in options.items()]
+    keys = {"entities.placement_options": PlacementOptions(**options), "entities.placement": where}
+    return ", ".join(words), keys

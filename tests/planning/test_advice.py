@@ -15,6 +15,7 @@ from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.plan import Plan
 
 CACHED, DISK = "entities.placement managed_caching", "entities.placement disk"
+OPTIONS = "entities.placement_options"
 
 
 def advised(plan: Plan, words: str) -> Advice:
@@ -59,7 +60,7 @@ def test_devices_that_the_replicas_do_not_divide_are_passed_over():
 )
 def test_the_first_cache_that_fits_is_advised(dim, ratio, too_large):
     plan = plan_of("1xA100-40GB", 10**8, model__dim=dim, train__optimizer="sgd")
-    assert advised(plan, f"{CACHED} with cache_ratio {ratio}").fits
+    assert advised(plan, f"{CACHED}, {OPTIONS}.cache_ratio {ratio}").fits
     assert placed(plan, "managed_caching", cache_ratio=ratio).fits
     assert not too_large or not placed(plan, "managed_caching", cache_ratio=too_large).fits
 
@@ -71,7 +72,7 @@ def test_more_devices_are_not_advised_to_a_run_on_one():
 
 def test_a_cache_is_not_advised_where_it_does_not_go():
     small = freebase("1xL4", model__dim=400)  # hosts of 192 GiB
-    assert not advised(small, f"{CACHED} with cache_ratio 0.01").fits
+    assert not advised(small, f"{CACHED}, {OPTIONS}.cache_ratio 0.01").fits
     keys = {"model__dim": 128, "train__optimizer": "sgd", "entities__engine": "handrolled"}
     plan = plan_of("1xA100-40GB", 10**8, **keys)
     assert not any(CACHED in item.change for item in advise(plan))
@@ -125,7 +126,8 @@ PASSES = {"entities__placement": "disk", "entities__placement_options": {"passes
 def test_the_fewest_parts_that_fit_are_advised(devices, counts, keys, cut, too_large):
     plan = plan_of(devices, *counts, **keys)
     advice = advised(plan, DISK)
-    assert advice.fits and advice.change == f"{DISK} with parts {cut[0]} and buffer {cut[1]}"
+    words = f"{DISK}, {OPTIONS}.parts {cut[0]}, {OPTIONS}.buffer {cut[1]}"
+    assert advice.fits and advice.change.startswith(words)
     for parts, fits in ((cut, True), (too_large, False)):
         if parts:
             passes = plan.config.entities.placement_options.passes

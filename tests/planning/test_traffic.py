@@ -137,6 +137,7 @@ def test_the_time_of_a_type_follows_its_optimizer():
         for x in (None, tables)
     )
     assert seconds(typed)["table optimizer"] > 1.2 * seconds(plain)["table optimizer"]
+    assert seconds(typed)["lookup"] == pytest.approx(seconds(plain)["lookup"])
 
 
 def test_features_are_looked_up_as_planned():
