@@ -308,7 +308,7 @@ class TrainedModel:
             return recommend(scores or self._scores(novelty), triples, known, k, options, side)
 
     def _options(self, evaluation: EvaluationConfig, bar: tqdm[Any]) -> RankOptions:
-        only = self.candidates(evaluation.candidates, evaluation.candidates_options.types)
+        only = self.candidates(evaluation.candidates)
         return RankOptions(only, None, evaluation.batch_size, bar.update)
 
     def baselines_of(
@@ -351,7 +351,7 @@ class TrainedModel:
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        store, file = self.store, evaluation.candidates_options.file
+        store, file = self.store, evaluation.candidate_file
         return self._keep(("fixed", file, split), lambda: read_lists(file, store, split))
 
     @property
@@ -360,7 +360,7 @@ class TrainedModel:
         rows = self.shard.row_range
         return self._keep(("frequencies",), lambda: Frequencies(self.store, rows))
 
-    def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
+    def candidates(self, kind: str | None) -> Candidates | None:
         """Return the candidates "all" (None), "seen" or "types". Collective.
 
         Raises:
@@ -371,7 +371,7 @@ class TrainedModel:
         frequencies, store = self.frequencies, self.store
         if kind == "seen":
             return SeenCandidates(frequencies)
-        return self._keep((kind, types), lambda: TypedCandidates(frequencies, store, types))
+        return self._keep((kind,), lambda: TypedCandidates(frequencies, store))
 
     def _keep(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
         """Return what ``make`` returned the first time. Collective."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ from kge_torchrec.answers.queries import FEW
 from kge_torchrec.answers.sources import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
-from kge_torchrec.config.keys import parse_options
 from kge_torchrec.config.registry import import_modules
-from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore, Vocabulary
@@ -39,7 +37,6 @@ from kge_torchrec.training.state import TrainState
 log = logging.getLogger(__name__)
 
 # The candidates that each option of evaluation.candidates belongs to.
-OPTIONS_OF = {"types": "types", "file": "fixed"}
 
 
 class Run(Answering):
@@ -116,7 +113,7 @@ class Run(Answering):
         by: Sequence[str] = (),
         candidates: str | None = None,
         triples: InMemory | str | Path | None = None,
-        candidates_options: Mapping[str, Any] | None = None,
+        candidate_file: str | Path | None = None,
         recommend: Sequence[int] = (),
         side: Side = "tail",
         novelty: float = 0.0,
@@ -136,8 +133,7 @@ class Run(Answering):
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
                 a file of head, relation and tail with tabs between.  Answers in these triples or in
                 any split are filtered.
-            candidates_options: Options of the candidates: {"types": file}, or {"file": file} of
-                fixed ones.
+            candidate_file: A .npz file of candidates, for candidates "fixed".
             recommend: The lengths k of lists of recommendations.
             side: With ``recommend``, the side to recommend; "head" takes (tail, relation) as user.
             novelty: With ``recommend``, the novelty of the lists; see ``Run.recommend``.
@@ -169,11 +165,7 @@ class Run(Answering):
         elif side != "tail" or novelty:
             given = f"side {side}" if side != "tail" else f"novelty {novelty}"
             raise ConfigError(f"{given} has no effect without recommend: leave it out")
-        options = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in (candidates_options or {}).items()
-        }
-        evaluation = self._evaluation(candidates, options)
+        evaluation = self._evaluation(candidates, candidate_file)
         model = self.model
         store = model.store
         own = None if triples is None else read_triples(triples, model)
@@ -203,18 +195,14 @@ class Run(Answering):
             )
         return results
 
-    def _evaluation(self, candidates: str | None, options: dict[str, Any]) -> EvaluationConfig:
-        """Return the run's evaluation with other candidates. Options may imply their kind."""
+    def _evaluation(self, candidates: str | None, file: str | Path | None) -> EvaluationConfig:
+        """Return the run's evaluation with other candidates; a file implies fixed ones."""
         own = self.config.evaluation
-        implied = next((OPTIONS_OF[name] for name in options if name in OPTIONS_OF), own.candidates)
-        kind: Any = candidates or implied
-        for name in options:
-            if OPTIONS_OF.get(name, kind) != kind:
-                raise ConfigError(f"{name} has no effect with candidates {kind}: leave it out")
-        there = asdict(own.candidates_options)
-        kept = {name: there[name] for name in there if OPTIONS_OF[name] == kind}
-        chosen = parse_options(CandidateOptions, kept | options, "evaluation.candidates_options")
-        return replace(own, candidates=kind, candidates_options=chosen)
+        kind: Any = candidates or (own.candidates if file is None else "fixed")
+        if file is not None and kind != "fixed":
+            raise ConfigError(f"candidate_file has no effect with candidates {kind}: leave it out")
+        chosen = own.candidate_file if file is None else str(file)
+        return replace(own, candidates=kind, candidate_file=chosen if kind == "fixed" else None)
 
     def export(
         self,

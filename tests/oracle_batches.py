@@ -77,16 +77,15 @@ def suits(
     options, column = config.negatives, 0 if side == "head" else 2
     train, label = store.train.tolist(), store.entities.labels(range(store.num_entities))
     types: dict[str, set] = {}
-    limits = options.among_options
-    if limits.types is not None:
-        for line in Path(limits.types).read_text("utf-8").splitlines():
+    if options.among == "types":
+        for line in Path(store.report["types"]["source"]).read_text("utf-8").splitlines():
             entity, of = line.split("\t")
             types.setdefault(entity, set()).add(of)
     good = torch.ones(candidates.shape, dtype=torch.bool)
     count = (options.head_count if side == "head" else None) or options.count
     held = candidates.shape[1]
-    if limits.share < 1:
-        held = max(1, round(limits.share * count))
+    if options.among_share < 1:
+        held = max(1, round(options.among_share * count))
     for i, row in enumerate(rows.tolist()):
         right = set(range(store.num_entities))
         if options.among == "seen":

@@ -75,8 +75,6 @@ def make_graphs(folder: Path) -> Path:
     prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
     (folder / "prefixed.tsv").write_text("".join(prefixed))
     (folder / "features.tsv").write_text("".join(f"e{i}\t{i % 3}\n" for i in range(20)))
-    (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
-    (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))
     (folder / "unseen").mkdir()
     (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
     (folder / "unseen" / "test.tsv").write_text("a\tnew\tc\n")
@@ -427,10 +425,7 @@ CASES = [
          negatives__sampling="degree"),
     case("negatives.filtered", False, True, "table"),
     case("negatives.among", "all", "seen", "table"),
-    case("negatives.among_options.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv",
-         "batches",
-         negatives__among="types", negatives__chunk_size=1),
-    case("negatives.among_options.share", 1.0, 0.5, "table", negatives__among="seen"),
+    case("negatives.among_share", 1.0, 0.5, "table", negatives__among="seen"),
     case("negatives.max_answers", 0, 1, "table",
          negatives__regime="kvssample"),
     # entities
@@ -505,10 +500,8 @@ CASES = [
     case("evaluation.batch_size", 512, 3, "ranked_batches"),
     case("evaluation.candidates", "all", "seen", "best", **VALIDATED),
     case("evaluation.candidates", "all", "fixed", "best",
-         evaluation__candidates_options__file="{graphs}/lists.npz", **VALIDATED),
-    case("evaluation.candidates_options.types", "{graphs}/types.tsv", "{graphs}/all_alike.tsv",
-         "best", evaluation__candidates="types", **VALIDATED),
-    case("evaluation.candidates_options.file", "{graphs}/lists.npz", "{graphs}/short_lists.npz",
+         evaluation__candidate_file="{graphs}/lists.npz", **VALIDATED),
+    case("evaluation.candidate_file", "{graphs}/lists.npz", "{graphs}/short_lists.npz",
          "best", evaluation__candidates="fixed", **VALIDATED),
     # checkpoint
     case("checkpoint.every.epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),

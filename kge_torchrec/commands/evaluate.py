@@ -32,7 +32,6 @@ def evaluate(
     side: Literal["tail", "head"] = "tail",
     novelty: Annotated[float, "X"] = 0.0,
     candidates: Literal["all", "seen", "types", "fixed"] | None = None,
-    types: File | None = None,
     candidate_file: File | None = None,
     seeds: Annotated[str | None, "N|N,N,..."] = None,
     ties: bool = False,
@@ -61,7 +60,6 @@ def evaluate(
         candidates: rank among all entities, entities seen with the relation on that side, entities
             of the same types, or fixed lists per triple (as OGB has them; default: the run's
             evaluation.candidates)
-        types: for --candidates types: a file of lines entity, tab, type
         candidate_file: for --candidates fixed: a .npz file with head_neg and tail_neg
         seeds: the seeds of the folders to use (default: all)
         ties: also show the optimistic and pessimistic ranks of equal scores
@@ -70,12 +68,11 @@ def evaluate(
 
     if split is not None and triples is not None:
         raise ConfigError("evaluate ranks --split or --triples, not both; leave one of them out")
-    options = {"types": types, "file": candidate_file}
     chosen: dict[str, Any] = {
         "split": split or "test",
         "candidates": candidates,
         "triples": triples,
-        "candidates_options": {name: file for name, file in options.items() if file is not None},
+        "candidate_file": candidate_file,
     }
     if recommend or by:
         if len(runs) > 1 or is_seeds(runs[0]):

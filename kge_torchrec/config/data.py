@@ -164,19 +164,6 @@ _KEEPS_FEWER = Condition("negatives.count above negatives.hardest", _keeps_fewer
 
 
 @dataclass(frozen=True)
-class Among(Section, prefix="negatives.among_options."):
-    """Options of ``negatives.among``."""
-
-    types: str | None = key(None, acts=only_with("negatives.among", "types"))
-    """File of lines entity, tab, type; null: the types that the store has by data.types."""
-    share: Annotated[float, Check("in (0, 1]", lambda share: 0 < share <= 1)] = key(
-        1.0, acts=only_with("negatives.among", "seen", "types")
-    )
-    """Share of the negatives that negatives.among restricts; the others are drawn from all
-    entities."""
-
-
-@dataclass(frozen=True)
 class NegativesConfig(Section, prefix="negatives."):
     """The entities that a positive is compared with."""
 
@@ -221,7 +208,11 @@ class NegativesConfig(Section, prefix="negatives."):
     without such entities use all. 1vsall, kvsall and allvsall take all, or those of the types of
     the relation. null: types where every entity has one type and the other settings allow it,
     otherwise all."""
-    among_options: Among = key(Among)
+    among_share: Annotated[float, Check("in (0, 1]", lambda share: 0 < share <= 1)] = key(
+        1.0, acts=only_with("negatives.among", "seen", "types")
+    )
+    """Share of the negatives that negatives.among restricts; the others are drawn from all
+    entities."""
     max_answers: NonNegativeInt = key(1024, acts=only_with("negatives.regime", "kvssample"))
     """Answers of a query per step; every epoch draws others at random from more; 0: all, with the
     memory that takes."""

@@ -73,7 +73,7 @@ def _placement(c: Config) -> list[tuple[Any, str]]:
 def _contradictions(c: Config) -> list[tuple[Any, str]]:
     """Return conditions, and what does not go together where one holds."""
     negatives, loss, regime = c.negatives, c.loss, c.negatives.regime
-    among, options = negatives.among, negatives.among_options
+    among, share = negatives.among, negatives.among_share
     places, preset, optimizer = c.entities.placement_options, c.entities.preset, c.train.optimizer
     unused = "head queries use the relations' inverses"
     if negatives.sides == "head":
@@ -88,9 +88,9 @@ def _contradictions(c: Config) -> list[tuple[Any, str]]:
         (negatives.hardest and negatives.log_q,
          "negatives.log_q estimates the softmax over all entities from all that are drawn; with "
          "negatives.hardest only some of them count"),
-        (negatives.is_full and among == "types" and (options.types, options.share) != (None, 1),
-         f"negatives.among_options: negatives.regime {regime} takes all entities of the types "
-         "of the store; leave types and share at their defaults"),
+        (negatives.is_full and among == "types" and share != 1,
+         f"negatives.among_share: negatives.regime {regime} takes all entities of the types; "
+         "set it to 1"),
         (negatives.is_full and among == "seen",
          f"negatives.among seen: negatives.regime {regime} takes every entity, or with types "
          "every entity of a type, as a candidate; use sampled"),
@@ -100,11 +100,10 @@ def _contradictions(c: Config) -> list[tuple[Any, str]]:
         (regime == "sampled" and negatives.restricts and negatives.log_q,
          f"negatives.log_q: with negatives.among {among} it depends on the triple what is drawn "
          "how often; set it to false"),
-        (regime == "sampled" and negatives.restricts and options.share == 1
+        (regime == "sampled" and negatives.restricts and share == 1
          and negatives.sampling != "uniform",
          f"negatives.sampling {negatives.sampling}: negatives.among {among} draws uniformly; "
-         "set uniform, or negatives.among_options.share below 1 for others that are drawn among "
-         "all"),
+         "set uniform, or negatives.among_share below 1 for others that are drawn among all"),
         (negatives.is_full and negatives.filtered,
          f"negatives.filtered: {regime} takes every entity as a candidate; set it to false, or "
          "use kvsall, where all known answers are right"),

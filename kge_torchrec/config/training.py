@@ -164,16 +164,6 @@ class TrainConfig(Section, prefix="train."):
 
 
 @dataclass(frozen=True)
-class CandidateOptions(Section, prefix="evaluation.candidates_options."):
-    """Options of ``evaluation.candidates``."""
-
-    types: str | None = key(None, acts=only_with("evaluation.candidates", "types"))
-    """File of lines entity, tab, type; null: the types that the store has by data.types."""
-    file: str | None = key(None, acts=only_with("evaluation.candidates", "fixed"))
-    """NumPy file (.npz) with head_neg and tail_neg, the candidates of each triple."""
-
-
-@dataclass(frozen=True)
 class EvaluationConfig(Section, prefix="evaluation."):
     """Filtered ranking, during training and at its end."""
 
@@ -195,13 +185,14 @@ class EvaluationConfig(Section, prefix="evaluation."):
     """Entities to rank among: all; seen (with the relation and side in train); types (seen, or
     sharing a type with these); fixed (a list per triple, as OGB has them); null: types where every
     entity has one type, otherwise all. Results name the choice."""
-    candidates_options: CandidateOptions = key(CandidateOptions)
+    candidate_file: str | None = key(None, acts=only_with("evaluation.candidates", "fixed"))
+    """NumPy file (.npz) with head_neg and tail_neg, the fixed candidates of each triple."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.candidates == "fixed" and self.candidates_options.file is None:
+        if self.candidates == "fixed" and self.candidate_file is None:
             raise ConfigError(
-                "evaluation.candidates fixed needs evaluation.candidates_options.file (evaluate "
+                "evaluation.candidates fixed needs evaluation.candidate_file (evaluate "
                 "--candidate-file), the candidates of each triple"
             )
         if cutoff_of(self.metric) is not None:

@@ -88,7 +88,7 @@ class TypeSource:
         Raises:
             DataError: Nothing says a type, or a label or an entity of a typed store has none.
         """
-        before = None if self._base is None else EntityTypes.find(None, self._base)
+        before = None if self._base is None else EntityTypes.of(self._base)
         if self._source == PREFIX:
             places, kinds = np.arange(len(entities)), of_labels(entities)
             self.types = EntityTypes.of_pairs(places, kinds, len(entities), before)

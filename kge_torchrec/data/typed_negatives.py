@@ -172,7 +172,8 @@ class SeenSampler(TypedSampler):
 class TypeSampler(TypedSampler):
     """Takes entities that share a type with the triple's own entity."""
 
-    def __init__(self, others: NegativeSampler, share: float, types: EntityTypes):
+    def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
+        types = EntityTypes.of(store)
         entities = types.pairs()[:, 0]
         members = np.sort(keys_of(types.types, entities))
         super().__init__(others, share, members, types.indptr, types.types)
@@ -187,9 +188,7 @@ def typed_sampler(
     """Return the sampler that negatives.among names, over one that samples among all entities.
 
     Raises:
-        DataError: An unusable file, or a store without types.
+        DataError: The store has no types.
     """
-    options = config.among_options
-    if config.among == "seen":
-        return SeenSampler(others, options.share, store)
-    return TypeSampler(others, options.share, EntityTypes.find(options.types, store))
+    kind = SeenSampler if config.among == "seen" else TypeSampler
+    return kind(others, config.among_share, store)

@@ -123,19 +123,16 @@ class EntityTypes:
         return types
 
     @classmethod
-    def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
-        """Return the types of a file or, where ``path`` is None, of the store.
+    def of(cls, store: TripleStore) -> EntityTypes:
+        """Return the types of a store.
 
         Raises:
-            DataError: The file is unusable (see ``read``), or the store has no types.
+            DataError: The store has no types.
         """
-        if path is not None:
-            return cls.read(path, store.entities.array)
         table = store.types()
         if table is None:
             raise DataError(
-                f"{store.path} has no types of entities: prepare it again with data.types, "
-                "or name a file of lines entity, tab, type"
+                f"{store.path} has no types of entities: prepare it again with data.types"
             )
         return cls(*table)
 
@@ -147,7 +144,7 @@ class EntityTypes:
         entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
         return np.stack([entities, self.types], 1)
 
-    def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def of_entities(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
         return Ranges(self.types, self.indptr[entities], self.indptr[entities + 1]).gathered()
 
@@ -160,7 +157,7 @@ def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
     """
     runs = [(ENTITY, range(store.num_entities))]
     if store.size.typed:
-        table = EntityTypes.find(None, store)
+        table = EntityTypes.of(store)
         bounds = np.flatnonzero(np.diff(table.types, prepend=-1, append=-1)).tolist()
         names = table.names.to_pylist()
         runs = [(names[int(table.types[a])], range(a, b)) for a, b in pairwise(bounds)]
@@ -179,7 +176,7 @@ class Ends:
     label = "entities of the types that the relation has on that side"
 
     def __init__(self, store: TripleStore):
-        types = EntityTypes.find(None, store)
+        types = EntityTypes.of(store)
         self.names: list[str] = types.names.to_pylist()
         self._entities, self._relations = store.entities, store.relations
         # Where each run of ids with one type starts, and N.

@@ -63,7 +63,7 @@ class Parquet:
         import pyarrow.parquet as pq  # starts threads
 
         self._labels, self._dim = store.entities.array, dim
-        self._types = None if store.types() is None else EntityTypes.find(None, store)
+        self._types = None if store.types() is None else EntityTypes.of(store)
         self._has_one_type = store.size.typed
         kind = pa.large_string() if self._has_one_type else pa.list_(pa.large_string())
         types = [] if self._types is None else [("type", kind)]
@@ -82,7 +82,7 @@ class Parquet:
         ids = np.arange(first, first + len(rows))
         columns = [pa.array(ids), self._labels[first : first + len(rows)].cast(pa.large_string())]
         if self._types is not None:
-            which, types = self._types.of(ids)
+            which, types = self._types.of_entities(ids)
             names = self._types.names.take(pa.array(types)).cast(pa.large_string())
             starts = np.searchsorted(which, np.arange(len(rows) + 1))
             lists = pa.ListArray.from_arrays(pa.array(starts, pa.int32()), names)

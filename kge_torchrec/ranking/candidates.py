@@ -109,19 +109,16 @@ class TypedCandidates(SeenCandidates):
     Args:
         frequencies: What train has.
         store: The data.
-        file: The file of entity types; None uses the types of the store.
 
     Raises:
-        DataError: The file of types cannot be used, or the store has no types.
+        DataError: The store has no types.
     """
 
-    def __init__(self, frequencies: Frequencies, store: TripleStore, file: str | None):
+    label = "entities of the types seen with the relation on that side in train"
+
+    def __init__(self, frequencies: Frequencies, store: TripleStore):
         super().__init__(frequencies)
-        source = file or "of the store"
-        self.label = (
-            f"entities of the types ({source}) seen with the relation on that side in train"
-        )
-        self._types = EntityTypes.find(file, store)
+        self._types = EntityTypes.of(store)
         self._allowed = {
             side: self._pairs_of_types(store, side) for side in SIDES
         }  # per side (M,) ascending: relation * K + type
@@ -129,7 +126,7 @@ class TypedCandidates(SeenCandidates):
     def _pairs_of_types(self, store: TripleStore, side: Side) -> np.ndarray:
         pairs = np.empty(0, np.int64)
         for queries in chunks(store.side_index("train", OTHER[side]).queries):
-            which, types = self._types.of(anchors_of(queries))
+            which, types = self._types.of_entities(anchors_of(queries))
             keys = relations_of(queries)[which] * len(self._types) + types
             pairs = np.union1d(pairs, keys)
         return pairs
@@ -141,14 +138,14 @@ class TypedCandidates(SeenCandidates):
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
         good = np.zeros(size, bool)
         good[allowed[low:high] - relation * size] = True
-        which, types = self._types.of(np.arange(first, stop))
+        which, types = self._types.of_entities(np.arange(first, stop))
         mask = super().mask(side, relation, first, stop)
         mask[which[good[types]]] = True
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
-        which, types = self._types.of(entities)
+        which, types = self._types.of_entities(entities)
         allowed, keys = self._allowed[side], relations[which] * len(self._types) + types
         are_candidates = super().contain(side, relations, entities)
         are_candidates[which[np.isin(keys, allowed)]] = True

@@ -214,8 +214,8 @@ def types_of(run: Run, entities: np.ndarray) -> list[str]:
     store = run.model.store
     if store.types() is None:
         return []
-    types = EntityTypes.find(None, store)
-    which, kinds = types.of(entities)
+    types = EntityTypes.of(store)
+    which, kinds = types.of_entities(entities)
     names = np.full(len(entities), "no type", object)
     names[which[::-1]] = np.array(types.names.to_pylist(), object)[kinds[::-1]]
     common = [str(name) for name in names]

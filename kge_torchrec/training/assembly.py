@@ -36,7 +36,7 @@ from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, reduced
+from kge_torchrec.distributed.processes import Processes, reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.handrolled import HandrolledBackend
 from kge_torchrec.embeddings.init import EntityInit
@@ -159,7 +159,7 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     runs = runs_of_types(store)
     known = {name for name, _ in runs}
     if store.size.typed:
-        known |= set(EntityTypes.find(None, store).names.to_pylist())
+        known |= set(EntityTypes.of(store).names.to_pylist())
     elif FEATURES not in known or not set(chosen) <= {FEATURES}:
         raise ConfigError(
             f"entities.tables: {store.path} does not have one type per entity; give types by "
@@ -244,7 +244,7 @@ def build_batches(
     """Return this rank's batches.  Collective unless negatives.among is "all".
 
     Raises:
-        DataError: A file of types or negatives cannot be used.  Raised on every rank.
+        DataError: The store lacks the types that negatives.among needs.
         ConfigError: A sampler violates its contract.
     """
     plan = batch_plan(config, store, processes)
@@ -326,9 +326,8 @@ def _sampler(config: Config, store: TripleStore, processes: Processes) -> Negati
     if negatives.in_batch:
         degrees = {side: store.degrees(side) for side in SIDES} if negatives.log_q else None
         sampler = InBatchSampler(sampler, degrees, negatives.in_batch == "same_relation")
-    if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
-        others = sampler
-        sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
+    if negatives.restricts:
+        sampler = typed_sampler(sampler, negatives, store)
     if negatives.filtered and triples:
         sampler = FilteredSampler(sampler, store.filter_index(("train",)))
     return sampler

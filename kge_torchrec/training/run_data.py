@@ -92,8 +92,6 @@ def with_absolute_paths(config: Config) -> Config:
     paths = (
         "data.path",
         "model.init_from",
-        "negatives.among_options.types",
-        "evaluation.candidates_options.types",
-        "evaluation.candidates_options.file",
+        "evaluation.candidate_file",
     )
     return replace_keys(config, {key: absolute(attrgetter(key)(config)) for key in paths})

@@ -143,18 +143,17 @@ class Session:
 
     def _check_candidates(self, evaluation: EvaluationConfig) -> None:
         """Check the candidates of rankings before training rather than at the first one."""
-        kind, options = evaluation.candidates, evaluation.candidates_options
-        if kind == "types" and options.types is None:
+        if evaluation.candidates == "types":
             from kge_torchrec.data.types import EntityTypes
 
-            EntityTypes.find(None, self.store)
-        if kind == "fixed":
+            EntityTypes.of(self.store)
+        if evaluation.candidates == "fixed":
             from kge_torchrec.ranking.fixed import read_lists
 
             for split in ("valid", "test") if evaluation.every != 0 else ("test",):
                 triples = np.asarray(self.store.split(split), np.int64)
                 if len(triples):
-                    read_lists(options.file, self.store, split).rows_of(triples)
+                    read_lists(evaluation.candidate_file, self.store, split).rows_of(triples)
 
     @property
     def scorer(self) -> Scorer:

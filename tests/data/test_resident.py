@@ -40,7 +40,7 @@ CASES = {
     "same relation": {"negatives.in_batch": "same_relation", "negatives.chunk_size": 9},
     "seen": {"negatives.among": "seen", "negatives.chunk_size": 4, "negatives.filtered": True},
     "seen, a share": {
-        "negatives.among": "seen", "negatives.among_options": {"share": 0.4},
+        "negatives.among": "seen", "negatives.among_share": 0.4,
         "negatives.in_batch": True,
     },
     "types": {"negatives.among": "types", "negatives.chunk_size": 8},
@@ -76,28 +76,23 @@ def graph(tmp_path_factory):
     triples = random_triples(60, 4, 390)
     single = [(f"e{i}", "single", "e7") for i in range(30)]  # one tail
     splits = {"train": triples[:370] + single, "valid": triples[370:380], "test": triples[380:]}
-    store = prepare(splits, folder / "store")
-    (folder / "types.tsv").write_text(TYPES)
-    (folder / "two_types.tsv").write_text(TWO_TYPES)
     rows = [f"e{i}\tsome {i % 7}\t{0.5 + i}\n" for i in range(50)]
     rows += [f"e{i}\tmore\t2\n" for i in range(0, 60, 3)]
-    (folder / "features.tsv").write_text("".join(rows))
-    features = {"features": folder / "features.tsv"}
-    composed = prepare(splits, folder / "composed", features, log_notes=False)
-    return SimpleNamespace(folder=folder, store=store, composed=composed)
+    texts, stores = {"types": TYPES, "several types": TWO_TYPES, "features": "".join(rows)}, {}
+    for name, text in texts.items():
+        (file := folder / f"{name}.tsv").write_text(text)
+        data = {name.split()[-1]: str(file)}
+        stores[name] = prepare(splits, folder / name, data, log_notes=False)
+    return SimpleNamespace(store=prepare(splits, folder / "store"), stores=stores)
 
 
 def batches_of(graph, case, where, rank=0, world=1, duplicates=False):
     """Return the maker of a case's batches."""
     changes = {"train.batch_size": 70, "negatives.count": 6, "seed": 3, **CASES[case]}
-    if case in (files := {"types": "types", "several types": "two_types"}):
-        changes["negatives.among_options"] = {"types": str(graph.folder / f"{files[case]}.tsv")}
-    store = graph.composed if case.startswith("features") else graph.store
+    store = graph.stores.get(case.removesuffix(" with duplicates"), graph.store)
     config = config_of(store.path, **changes, **{"train.batches": where})
     ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "on_all_ranks", lambda _, work: work())
-        made = assembly.build_batches(config, store, ranks)
+    made = assembly.build_batches(config, store, ranks)
     if duplicates or case.endswith("duplicates"):
         made.delivery = replace(made.delivery, deduplicate=False)
     return made

@@ -141,12 +141,12 @@ def test_sampler_may_depend_on_the_relation(folder, store, in_batch):
 
 def test_typed_negatives_and_relation_sampler_both_exclude(folder, store):
     keys = {"negatives__count": 12, "negatives__among": "seen", "negatives__chunk_size": 8,
-            "negatives__among_options__share": 0.5}  # fmt: skip
+            "negatives__among_share": 0.5}  # fmt: skip
     typed = next(batches_of(store, **keys).epoch(0))
     both = next(batches_of(store, **keys, negatives__sampling=BERNOULLI).epoch(0))
     assert torch.equal(typed.ids.values(), both.ids.values())
     untyped = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
-        "negatives__among": "all", "negatives__among_options__share": 1.0}).epoch(0))  # fmt: skip
+        "negatives__among": "all", "negatives__among_share": 1.0}).epoch(0))  # fmt: skip
     for name in ("known_head", "known_tail"):
         expected = getattr(typed, name) | getattr(untyped, name)
         assert torch.equal(getattr(both, name), expected)

@@ -25,7 +25,7 @@ EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empt
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> TripleStore:
+def store(tmp_path_factory, types_file) -> TripleStore:
     """Few entities a relation, so that some answers of test were never seen with theirs."""
     random, rows = np.random.default_rng(0), {}
     for split, count in (("train", 150), ("valid", 40), ("test", 80)):
@@ -35,14 +35,15 @@ def store(tmp_path_factory) -> TripleStore:
             (f"e{h}", f"r{r}", f"e{t}") for h, r, t in zip(head, relation, tail, strict=True)
         ]
     rows["train"] += [(f"e{i}", "r0", f"e{(i + 1) % ENTITIES}") for i in range(ENTITIES)]
-    return prepare(rows, tmp_path_factory.mktemp("candidates") / "store")
+    path = tmp_path_factory.mktemp("candidates") / "store"
+    return prepare(rows, path, {"types": str(types_file)})
 
 
 @pytest.fixture(scope="module")
-def types_file(store):
+def types_file(tmp_path_factory):
     """Two types an entity at most, none for every fifth; and an entity that nobody knows."""
     lines = [f"e{i}\tt{(i * k) % 23}\n" for i in range(ENTITIES) for k in (1, 3) if i % 5]
-    path = store.path.parent / "types.tsv"
+    path = tmp_path_factory.mktemp("types") / "types.tsv"
     path.write_text("".join([*lines, "stranger\tt1\n", "e1\t'quoted \"type\n"]))
     return path
 
@@ -90,16 +91,16 @@ def oracle(store, scorer, table, candidates) -> dict:
     return results
 
 
-def candidates_of(store, rows, types):
+def candidates_of(store, rows, kind):
     frequencies = Frequencies(store, rows)
-    return TypedCandidates(frequencies, store, types) if types else SeenCandidates(frequencies)
+    return SeenCandidates(frequencies) if kind == "seen" else TypedCandidates(frequencies, store)
 
 
-def rank_among(path, types, scorer, table, edges):
+def rank_among(path, kind, scorer, table, edges):
     store = TripleStore.open(path)
     shard = my_shard(table, edges)
     ranks = rank_triples(ModelScores(scorer, shard), store.test, store.filter_index(),
-        RankOptions(candidates=candidates_of(store, shard.row_range, types),
+        RankOptions(candidates=candidates_of(store, shard.row_range, kind),
                     block_bytes=1, batch_size=7),
     )  # fmt: skip
     kinds = (ranks.optimistic, ranks.pessimistic)
@@ -124,8 +125,7 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
         for side in SIDES
     }  # fmt: skip
     assert min(outside.values()) > 0 and min(map(len, candidates.values())) < store.num_entities
-    types = str(types_file) if kind == "types" else None
-    arguments = (store.path, types, scorer, table)
+    arguments = (store.path, kind, scorer, table)
     for world_size, edges in EDGES.items():
         edges = [min(edge, store.num_entities) for edge in edges]
         for results in run_world(world_size, rank_among, *arguments, edges):
@@ -134,7 +134,7 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
 
 def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
     """Entities that are no candidates are not counted, even if the true score is minus infinity."""
-    candidates = candidates_of(store, (0, store.num_entities), None)
+    candidates = candidates_of(store, (0, store.num_entities), "seen")
     for value in (-torch.inf, torch.nan):
         table = torch.full((store.num_entities, 1), value)
         ranks = rank_triples(

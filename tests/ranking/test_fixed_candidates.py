@@ -135,7 +135,7 @@ def test_lists_are_ranked_and_labeled(run, file, capsys):
     text = capsys.readouterr().out
     label = "FIXED candidates, not comparable with ranks among all entities: unfiltered ranks among"
     assert text.startswith(label) and f"given by {file}" in text and text.count("FIXED") == 2
-    results = evaluate(run, by=["category"], candidates_options={"file": file})
+    results = evaluate(run, by=["category"], candidate_file=file)
     assert results["by"]["category"]["total"]["candidates"]["kind"] == "fixed"
     assert results["candidates"]["per_query"] == [3, 4]
     assert results["both"]["realistic"]["mr"] < evaluate(run)["both"]["realistic"]["mr"]
@@ -149,7 +149,7 @@ def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys
         assert f"given by {file}; 3 to 4 per query" in capsys.readouterr().out
     one = [store.entities[store.test[0, 0]], store.relations[store.test[0, 1]],
            store.entities[store.test[0, 2]]]  # fmt: skip
-    options = {"candidates_options": {"file": file}}
+    options = {"candidate_file": file}
     assert evaluate(run, triples=[tuple(one)], **options)["triples"]["count"] == 1
     with pytest.raises(DataError, match="gives no candidates for the triple"):
         evaluate(run, "train", **options)
@@ -207,7 +207,7 @@ def test_rows_without_triples_are_of_a_split_only(store, tmp_path):
 def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, capsys):
     config = config_of(store.path, tmp_path / "run", train__epochs=1, evaluation__every=1,
                        evaluation__candidates="fixed", run__progress=True,
-                       evaluation__candidates_options={"file": str(file)})  # fmt: skip
+                       evaluation__candidate_file=str(file))  # fmt: skip
     results = api.train(config).results
     assert results["test"]["candidates"]["kind"] == "fixed"
     assert results["valid"]["restricted_candidates"] == "fixed"
@@ -224,18 +224,13 @@ def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
         config_of(store.path, evaluation__candidates="fixed")
     np.savez(tmp_path / "lists.npz", head_neg=IDS, tail_neg=IDS,
              **dict.fromkeys(("head", "relation", "tail"), IDS[:, 0]))  # fmt: skip
-    options = {"file": str(tmp_path / "lists.npz")}
     config = config_of(store.path, tmp_path / "run", evaluation__candidates="fixed",
-                       evaluation__candidates_options=options)  # fmt: skip
+                       evaluation__candidate_file=str(tmp_path / "lists.npz"))  # fmt: skip
     with pytest.raises(DataError, match="gives candidates twice for the same triple"):
         api.train(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_options_of_other_candidates_are_refused(run):
-    with pytest.raises(ConfigError, match="file has no effect with candidates seen"):
-        evaluate(run, candidates="seen", candidates_options={"file": "x.npz"})
-    with pytest.raises(ConfigError, match="types has no effect with candidates fixed"):
-        evaluate(run, candidates_options={"types": "x", "file": "x"}, candidates="fixed")
-    with pytest.raises(ConfigError, match=r"candidates_options.number is no option"):
-        evaluate(run, candidates="fixed", candidates_options={"number": 5})
+def test_file_for_other_candidates_is_refused(run):
+    with pytest.raises(ConfigError, match="candidate_file has no effect with candidates seen"):
+        evaluate(run, candidates="seen", candidate_file="x.npz")

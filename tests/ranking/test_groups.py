@@ -141,23 +141,16 @@ def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     assert restricted["both"]["realistic"]["mrr"] > whole["both"]["realistic"]["mrr"]
 
 
-def test_invalid_choices_are_rejected(run, capsys):
+def test_invalid_choices_are_rejected(run):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
         evaluate(run, by=["entity"])
     with pytest.raises(DataError, match="has no types of entities"):
         evaluate(run, candidates="types")
-    with pytest.raises(ConfigError, match=r"types has no effect with candidates seen"):
-        evaluate(run, candidates="seen", candidates_options={"types": "types.tsv"})
-    assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
-    assert "nowhere.tsv: no such file" in capsys.readouterr().err
 
 
-def test_each_evaluation_has_its_own_candidates(run, tmp_path):
+def test_each_evaluation_has_its_own_candidates(run):
     with api.open_run(run) as opened:
-        labels = opened.entity_labels.array.to_pylist()
-        (tmp_path / "types").write_text("".join(f"{label}\tthing\n" for label in labels))
-        opened.evaluate("valid", candidates="seen")
-        typed = opened.evaluate("valid", candidates_options={"types": tmp_path / "types"})
+        seen = opened.evaluate("valid", candidates="seen")
         every = opened.evaluate("valid")
-    assert typed["both"] == every["both"]  # all entities are of one type
-    assert typed["candidates"] != every.get("candidates")
+    assert seen["both"] != every["both"]
+    assert seen["candidates"] != every.get("candidates")

@@ -22,7 +22,6 @@ import torch
 from ranking_cases import make_scorer, whole
 
 from kge_torchrec.config import EvaluationConfig
-from kge_torchrec.config.training import CandidateOptions
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.ranks import Ranks, metrics
@@ -126,7 +125,7 @@ def test_ogb(ours, tmp_path):
     lists = {f"{side}_neg": np.array([*map(list, small.CANDIDATES[side])]) for side in SIDES}
     columns = dict(zip(("head", "relation", "tail"), triples.T, strict=True))
     np.savez(tmp_path / "lists.npz", **lists, **columns)
-    options = {"candidates_options": CandidateOptions(file=str(tmp_path / "lists.npz"))}
+    options = {"candidate_file": str(tmp_path / "lists.npz")}
     for scores, expected in OGB.items():
         among_lists = ours("test", scores, candidates="fixed", **options)
         assert agree(figures(among_lists, "realistic"), expected)

@@ -286,7 +286,7 @@ def test_validation_samples_whole_users(tmp_path):
         ({"recommend": [5], "triples": [("e0", "r0", "e1")]}, "recommend: it takes a split"),
         ({"recommend": [5], "side": "relation"}, "side must be one of head, tail"),
         ({"side": "head"}, "side head has no effect without recommend"),
-        ({"recommend": [5], "candidates": "fixed", "candidates_options": {"file": "x.npz"}},
+        ({"recommend": [5], "candidates": "fixed", "candidate_file": "x.npz"},
          "candidates of single triples"),
         ({"recommend": [5], "split": "own"}, "split must be one of"),
     ],
@@ -306,7 +306,7 @@ def test_unknown_metrics_raise(metric):
 
 def test_metrics_of_lists_need_lists_of_users():
     keys = {"evaluation__every": 1, "evaluation__metric": "auc",
-            "evaluation__candidates_options": {"file": "x.npz"}}  # fmt: skip
+            "evaluation__candidate_file": "x.npz"}  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"evaluation.candidates fixed: .* use all, seen or types"
     ):

@@ -54,7 +54,6 @@ IVR = {"loss__regularizers": {"ivr": {"alpha": 2.25, "lambda1": 0.02, "lambda2":
 SMOOTH = {"loss__options": {"label_smoothing": 0.1, "smoothing": "libkge"}}
 FOREIGN = {"loss__name": "foreign_parts:MeanGap"}
 TYPED = {"negatives__among": "types"}
-OF_TYPES = {**TYPED, "negatives__among_options": {"types": "{here}/types.tsv"}}
 RATES = {"adam": 0.02, "rowwise_adam": 0.02, "adagrad": 0.05, "rowwise_adagrad": 0.05, "sgd": 0.5}
 SGD = {"train__optimizer": "sgd", "train__lr": 0.5}
 ADAM = {"train__optimizer": "adam", "train__lr": 0.02}
@@ -167,8 +166,8 @@ RUNS = {
     # kinds of candidates
     "seen": ("kinds", {"negatives__among": "seen", "negatives__chunk_size": 8,
                        "negatives__in_batch": True, "negatives__filtered": True}),
-    "types": ("kinds", OF_TYPES),
-    "a share of types": ("kinds", {**OF_TYPES, "negatives__among_options__share": 0.5,
+    "types": ("kinds", TYPED),
+    "a share of types": ("kinds", {**TYPED, "negatives__among_share": 0.5,
                                    "negatives__chunk_size": 8, "negatives__in_batch": True,
                                    "negatives__sampling": "degree", "negatives__head_count": 9}),
     "kvsall typed": ("typed", {**KVS, **ONE, **TYPED, "model__scorer": "distmult",
@@ -257,7 +256,8 @@ def store_of(graph: str) -> Path:
     lines = [f"e{i}\tt{(i * k) % 9}\n" for i in range(31) for k in (1, 3) if i % 5]
     (folder / "types.tsv").write_text("".join([*lines, "e0\tonly this one\n", "e1\tt1\n"]))
     triples = list(dict.fromkeys([*triples, ("e3", "alone", "e4")]))
-    return prepare({"train": triples}, folder / "store").path
+    data = {"types": str(folder / "types.tsv")}
+    return prepare({"train": triples}, folder / "store", data).path
 
 
 def typed_store(path: Path, random: np.random.Generator, features: Path | None = None) -> Path:

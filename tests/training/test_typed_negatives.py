@@ -16,7 +16,6 @@ from training_runs import (
 )
 
 from kge_torchrec.config import NegativesConfig
-from kge_torchrec.config.data import Among
 from kge_torchrec.data.negatives import (
     Chunks,
     UniformSampler,
@@ -40,15 +39,15 @@ def the_store() -> Path:
     triples = list(dict.fromkeys(triples))
     lines = [f"e{i}\tt{(i * k) % 9}\n" for i in range(31) for k in (1, 3) if i % 5]
     (folder / "types.tsv").write_text("".join([*lines, "e0\tonly this one\n", "e1\tt1\n"]))
-    return prepare({"train": triples}, folder / "store").path
+    data = {"types": str(folder / "types.tsv")}
+    return prepare({"train": triples}, folder / "store", data).path
 
 
 @pytest.mark.parametrize("side", ["head", "tail"])
 @pytest.mark.parametrize("among", ["seen", "types"])
 def test_draws_have_the_type_and_cover_all_such_entities(side, among):
     store = TripleStore.open(the_store())
-    options = {"types": str(store.path.parent / "types.tsv")} if among == "types" else {}
-    config = config_of(store.path, negatives__among=among, negatives__among_options=options)
+    config = config_of(store.path, negatives__among=among)
     rows = torch.from_numpy(store.train.astype(np.int64))
     sampler = typed_sampler(UniformSampler(store.num_entities), config.negatives, store)
     size = store.num_entities
@@ -69,7 +68,7 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, among):
 def test_share_of_negatives_is_typed_and_others_do_not_change():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
-    config = NegativesConfig(among="seen", among_options=Among(share=0.3))
+    config = NegativesConfig(among="seen", among_share=0.3)
     sampler = typed_sampler(others, config, store)
     rows = torch.from_numpy(store.train[:20].astype(np.int64))
     numbers = torch.from_numpy(np.random.default_rng(0).random((4, 10)))
@@ -79,8 +78,8 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
     assert not sampler.excluded(chunks, rows, ids)[:, 3:].any()
 
 
-def test_missing_types_are_reported():
-    store = TripleStore.open(the_store())
+def test_missing_types_are_reported(tmp_path):
+    store = prepare({"train": [("a", "r", "b")]}, tmp_path / "store")
     others = UniformSampler(store.num_entities)
     with pytest.raises(
         DataError, match=r"has no types of entities: prepare it again with data.types"
