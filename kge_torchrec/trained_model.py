@@ -169,7 +169,7 @@ class TrainedModel:
     @cached_property
     def ends(self) -> Ends | None:
         """The types at the ends of relations; None unless every entity has one type."""
-        return Ends.of(self.store)
+        return Ends(self.store) if self.store.size.typed else None
 
     @property
     def known(self) -> FilterIndex:

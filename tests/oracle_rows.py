@@ -52,7 +52,7 @@ class DenseTables:
     """A dense table of each node type, in one."""
 
     def __init__(self, config: Config, store: TripleStore, values: Tensor) -> None:
-        names, _, types = store.types()
+        names, _, types, _ = store.types()
         of, kinds = np.array(types), names.to_pylist()
         more = len(values) - len(of)
         self.of, self._rate = torch.from_numpy(np.append(of, [len(kinds)] * more)), config.train.lr

@@ -21,9 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.features import FeatureTable
+from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:  # torch is loaded where tensors are made: preparing a store does without
@@ -58,7 +57,7 @@ class Features:
         if table is None:
             return None
         own = (np.diff(table.indptr) == 0) | (store.degrees() > 0)
-        arrays = (np.array(x) for x in (*table[1:], own))
+        arrays = map(np.array, (*table[1:], own))
         return cls(len(table.names), *map(torch.from_numpy, arrays))
 
     def to(self, device: torch.device) -> Features:
@@ -88,8 +87,8 @@ def features_from(
     file: Path,
     entities: pa.Array,
     in_graph: np.ndarray,
-    known: FeatureTable | None = None,
-) -> FeatureTable:
+    known: Attributes | None = None,
+) -> Attributes:
     """Return the features of entities from the rows of a file.
 
     A feature that an entity has twice counts once, with the sum of its weights.
@@ -105,28 +104,15 @@ def features_from(
     Raises:
         DataError: No entity of the file is in the graph.
     """
-    sums = rows.group_by(["entity", "feature"]).aggregate([("weight", "sum")])
-    labels, features = (sums[name].combine_chunks() for name in ("entity", "feature"))
-    place = pc.index_in(labels, value_set=entities)
-    entity = place.to_numpy(zero_copy_only=False).astype(np.int64)
-    if not in_graph[entity].any():
+    places = pc.index_in(rows["entity"], value_set=entities).to_numpy()
+    if not in_graph[places].any():
         own = pc.unique(rows["entity"])
         raise DataError(
             f"{file}: none of its {len(own):,} entities is in the graph, such as "
             f"{own[0].as_py()!r}; a line should be an entity's label, a tab and a feature"
         )
-    names = pc.unique(features).cast(pa.large_string())
-    names = names.take(pc.array_sort_indices(names))
-    weights = sums["weight_sum"].to_numpy().astype(np.float32)
     if known is not None:
-        is_new = pc.invert(pc.is_in(names, value_set=known.names))
-        names = pa.concat_arrays([known.names, names.filter(is_new)])
-    feature = pc.index_in(features, value_set=names).to_numpy().astype(np.int64)
-    if known is not None:
-        before = np.repeat(np.arange(len(known.indptr) - 1), np.diff(known.indptr))
-        stays = ~np.isin(before, entity)
-        kept = before[stays], known.ids[stays], known.weights[stays]
-        columns = entity, feature, weights
-        entity, feature, weights = map(np.concatenate, zip(kept, columns, strict=True))
-    order = np.lexsort([feature, entity])
-    return FeatureTable(names, pointers(entity, len(entities)), feature[order], weights[order])
+        known = known.kept(~np.isin(known.entities, places))
+    features = rows["feature"].cast(pa.large_string()).combine_chunks()
+    weights = rows["weight"].to_numpy()
+    return Attributes.of_pairs(places, features, len(entities), weights, known)

@@ -246,8 +246,8 @@ def _write(
         table = None
         if types is not None:
             notes["types"] = types.report(entities, relations, triples, is_whole)
-            table = types.types.names, types.types.indptr, types.types.types
-            if listed is not None and types.typed and FEATURES in table[0].to_pylist():
+            table = types.types
+            if listed is not None and types.typed and FEATURES in table.names.to_pylist():
                 raise DataError(
                     f"{file}: entities.tables.{FEATURES} has the settings of features, so "
                     f"no node type can have the name {FEATURES!r}; rename the type"

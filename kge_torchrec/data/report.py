@@ -94,7 +94,7 @@ def _columns(store: TripleStore) -> Iterator[str]:
         sizes = ", ".join(f"{count:,} {name}" for name, count in types["sizes"].items())
         yield f"types: every entity has one: {sizes}"
     elif types and (table := store.types()):
-        counts = np.diff(table[1])
+        counts = np.diff(table.indptr)
         odd = [
             f"; {mask.sum():,} have {what}, such as {store.entities[int(mask.argmax())]!r}"
             for what, mask in (("none", counts == 0), ("several", counts > 1))

@@ -24,9 +24,11 @@ import pyarrow.compute as pc
 
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.readers.fields import LabelFiles
+from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import PARTS, EntityTypes
+from kge_torchrec.data.store.attributes import Attributes
+from kge_torchrec.data.types import PARTS, types_of
 from kge_torchrec.errors import DataError
 
 PREFIX = "prefix"  # as data.types: types are in the labels
@@ -88,18 +90,24 @@ class TypeSource:
         Raises:
             DataError: Nothing says a type, or a label or an entity of a typed store has none.
         """
-        before = None if self._base is None else EntityTypes.of(self._base)
+        before = None if self._base is None else types_of(self._base)
         if self._source == PREFIX:
             places, kinds = np.arange(len(entities)), of_labels(entities)
-            self.types = EntityTypes.of_pairs(places, kinds, len(entities), before)
         elif not self._is_relation:
-            self.types = EntityTypes.read(self._source, entities, self._labels, before)
+            rows = read_types(Path(self._source), self._labels)
+            places, kinds = _inside(rows, entities)
+            if not len(places):
+                raise DataError(
+                    f"{self._source}: none of its {len(rows):,} entities is in the graph; a line "
+                    "should be an entity's label, a tab and a type"
+                )
         elif self._rows or before is not None:
             rows = pa.Table.from_batches(self._rows, _ROWS)
             self._count += len(rows)
-            self.types = EntityTypes.of_rows(rows, entities, before)
+            places, kinds = _inside(rows, entities)
         else:
             raise self._missing(relations)
+        self.types = Attributes.of_pairs(places, kinds, len(entities), before=before)
         counts = np.diff(self.types.indptr)
         odd = np.flatnonzero(counts != 1)
         self.typed = not len(odd) and (self._base is None or self._base.size.typed)
@@ -111,13 +119,13 @@ class TypeSource:
         if not self.typed:
             return None
         old, parts = (0, PARTS) if self._base is None else (self._base.num_entities, 1)
-        new = np.argsort(self.types.types[old:], kind="stable")
-        own = self.types.types[old:][new]
+        new = np.argsort(self.types.ids[old:], kind="stable")
+        own = self.types.ids[old:][new]
         part = (np.arange(len(new)) - np.searchsorted(own, own)) % parts
         order = np.concatenate([np.arange(old), old + new[np.argsort(part, kind="stable")]])
         if (np.diff(order) == 1).all():
             return None
-        self.types = EntityTypes(self.types.names, self.types.indptr, self.types.types[order])
+        self.types = self.types._replace(ids=self.types.ids[order])
         return order
 
     def report(
@@ -133,13 +141,16 @@ class TypeSource:
         """
         counts = np.diff(self.types.indptr)
         report: dict[str, Any] = {
-            "source": self._source, "types": len(self.types), "entities": int((counts > 0).sum()),
-        }  # fmt: skip
+            "source": self._source,
+            "types": len(self.types.names),
+            "entities": int((counts > 0).sum()),
+        }
         if self._is_relation:
             report["triples"] = self._count
         if not self.typed:
             return report
-        kinds, types, size = self.types.names.to_pylist(), self.types.types, len(self.types)
+        kinds, types = self.types.names.to_pylist(), self.types.ids
+        size = len(kinds)
         labels = entities, relations, entities
 
         def keys(rows: np.ndarray) -> np.ndarray:
@@ -192,6 +203,13 @@ class TypeSource:
             f"data.types: there is no file {self._source!r}, and no triple has such a relation, "
             f"which should say types{hint}"
         )
+
+
+def _inside(rows: pa.Table, entities: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """Return places among the entities (N,) and types, without rows of other entities."""
+    place = pc.index_in(rows["entity"], value_set=entities).combine_chunks()
+    kinds = rows["type"].filter(place.is_valid()).cast(pa.large_string()).combine_chunks()
+    return place.drop_null().to_numpy(), kinds
 
 
 def of_labels(labels: pa.Array) -> pa.Array:

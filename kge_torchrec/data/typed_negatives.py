@@ -18,7 +18,7 @@ from kge_torchrec.data import OTHER, RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, places_among
 from kge_torchrec.data.store.filter_index import anchors_of, keys_of, relations_of
 from kge_torchrec.data.store.search import mark_members
-from kge_torchrec.data.types import EntityTypes
+from kge_torchrec.data.types import types_of
 from kge_torchrec.kernels.library import arrays
 from kge_torchrec.kernels.operators import IMPLEMENTATION, distinct
 
@@ -173,10 +173,9 @@ class TypeSampler(TypedSampler):
     """Takes entities that share a type with the triple's own entity."""
 
     def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
-        types = EntityTypes.of(store)
-        entities = types.pairs()[:, 0]
-        members = np.sort(keys_of(types.types, entities))
-        super().__init__(others, share, members, types.indptr, types.types)
+        types = types_of(store)
+        members = np.sort(keys_of(types.ids, types.entities))
+        super().__init__(others, share, members, types.indptr, types.ids)
 
     def owner(self, side: Side, triples: Tensor) -> Tensor:
         return triples[:, answer_column(side)]

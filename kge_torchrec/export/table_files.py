@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 
 from kge_torchrec.data.labels import ESCAPES, text_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
-from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import ExportError
 
 NUMBER = np.dtype("<f4")
@@ -63,7 +62,7 @@ class Parquet:
         import pyarrow.parquet as pq  # starts threads
 
         self._labels, self._dim = store.entities.array, dim
-        self._types = None if store.types() is None else EntityTypes.of(store)
+        self._types = store.types()
         self._has_one_type = store.size.typed
         kind = pa.large_string() if self._has_one_type else pa.list_(pa.large_string())
         types = [] if self._types is None else [("type", kind)]
@@ -82,7 +81,7 @@ class Parquet:
         ids = np.arange(first, first + len(rows))
         columns = [pa.array(ids), self._labels[first : first + len(rows)].cast(pa.large_string())]
         if self._types is not None:
-            which, types = self._types.of_entities(ids)
+            which, types = self._types.of(ids)
             names = self._types.names.take(pa.array(types)).cast(pa.large_string())
             starts = np.searchsorted(which, np.arange(len(rows) + 1))
             lists = pa.ListArray.from_arrays(pa.array(starts, pa.int32()), names)

@@ -21,7 +21,7 @@ from kge_torchrec.data import OTHER
 from kge_torchrec.data.sort import chunks, pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import anchors_of, relations_of
-from kge_torchrec.data.types import EntityTypes
+from kge_torchrec.data.types import types_of
 from kge_torchrec.models.scorers.base import SIDES, Side
 
 
@@ -118,7 +118,7 @@ class TypedCandidates(SeenCandidates):
 
     def __init__(self, frequencies: Frequencies, store: TripleStore):
         super().__init__(frequencies)
-        self._types = EntityTypes.of(store)
+        self._types = types_of(store)
         self._allowed = {
             side: self._pairs_of_types(store, side) for side in SIDES
         }  # per side (M,) ascending: relation * K + type
@@ -126,27 +126,27 @@ class TypedCandidates(SeenCandidates):
     def _pairs_of_types(self, store: TripleStore, side: Side) -> np.ndarray:
         pairs = np.empty(0, np.int64)
         for queries in chunks(store.side_index("train", OTHER[side]).queries):
-            which, types = self._types.of_entities(anchors_of(queries))
-            keys = relations_of(queries)[which] * len(self._types) + types
+            which, types = self._types.of(anchors_of(queries))
+            keys = relations_of(queries)[which] * len(self._types.names) + types
             pairs = np.union1d(pairs, keys)
         return pairs
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) are candidates: (n,) bool."""
         allowed = self._allowed[side]
-        size = len(self._types)
+        size = len(self._types.names)
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
         good = np.zeros(size, bool)
         good[allowed[low:high] - relation * size] = True
-        which, types = self._types.of_entities(np.arange(first, stop))
+        which, types = self._types.of(np.arange(first, stop))
         mask = super().mask(side, relation, first, stop)
         mask[which[good[types]]] = True
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
-        which, types = self._types.of_entities(entities)
-        allowed, keys = self._allowed[side], relations[which] * len(self._types) + types
+        which, types = self._types.of(entities)
+        allowed, keys = self._allowed[side], relations[which] * len(self._types.names) + types
         are_candidates = super().contain(side, relations, entities)
         are_candidates[which[np.isin(keys, allowed)]] = True
         return are_candidates

@@ -17,7 +17,6 @@ from markupsafe import Markup
 from kge_torchrec import files, pages
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.training import cutoff_of
-from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.pages import isolated
 from kge_torchrec.ranking.groups import GROUPINGS, grouped
@@ -212,10 +211,10 @@ def principal_axes(rows: torch.Tensor) -> tuple[np.ndarray, float]:
 def types_of(run: Run, entities: np.ndarray) -> list[str]:
     """Return the type of each of the entities, the first of several; [] without types."""
     store = run.model.store
-    if store.types() is None:
+    types = store.types()
+    if types is None:
         return []
-    types = EntityTypes.of(store)
-    which, kinds = types.of_entities(entities)
+    which, kinds = types.of(entities)
     names = np.full(len(entities), "no type", object)
     names[which[::-1]] = np.array(types.names.to_pylist(), object)[kinds[::-1]]
     common = [str(name) for name in names]

@@ -35,7 +35,7 @@ from kge_torchrec.data.negatives import (
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
-from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
+from kge_torchrec.data.types import Ends, runs_of_types, types_of
 from kge_torchrec.distributed.processes import Processes, reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.handrolled import HandrolledBackend
@@ -159,7 +159,7 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     runs = runs_of_types(store)
     known = {name for name, _ in runs}
     if store.size.typed:
-        known |= set(EntityTypes.of(store).names.to_pylist())
+        known |= set(types_of(store).names.to_pylist())
     elif FEATURES not in known or not set(chosen) <= {FEATURES}:
         raise ConfigError(
             f"entities.tables: {store.path} does not have one type per entity; give types by "
@@ -261,12 +261,12 @@ def build_batches(
         return TripleBatches(store.train, plan, delivery, weights, device)
     ends = None
     if config.negatives.among == "types":
-        ends = Ends.of(store)
-        if ends is None:
+        if not store.size.typed:
             raise DataError(
                 f"negatives.among types: with negatives.regime {regime} every entity of "
                 f"{store.path} needs one type; set data.types, or negatives.among all"
             )
+        ends = Ends(store)
     return QueryBatches(_examples(config, store, weights), plan, delivery, ends)
 
 

@@ -144,9 +144,9 @@ class Session:
     def _check_candidates(self, evaluation: EvaluationConfig) -> None:
         """Check the candidates of rankings before training rather than at the first one."""
         if evaluation.candidates == "types":
-            from kge_torchrec.data.types import EntityTypes
+            from kge_torchrec.data.types import types_of
 
-            EntityTypes.of(self.store)
+            types_of(self.store)
         if evaluation.candidates == "fixed":
             from kge_torchrec.ranking.fixed import read_lists
 

@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import PARTS, Ends, EntityTypes
+from kge_torchrec.data.types import PARTS, Ends
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_run import open_run
 
@@ -33,10 +33,10 @@ GRAPH = """edges:
 
 
 def types_of(store: TripleStore) -> dict[str, str]:
-    types = EntityTypes.find(None, store)
+    types = store.types()
     names = types.names.to_pylist()
     assert (types.indptr == np.arange(store.num_entities + 1)).all()
-    return dict(zip(store.entities.array.to_pylist(), [names[k] for k in types.types], strict=True))
+    return dict(zip(store.entities.array.to_pylist(), [names[k] for k in types.ids], strict=True))
 
 
 def triples_of(store: TripleStore, split: str = "train") -> set[tuple[str, str, str]]:
@@ -131,7 +131,7 @@ def test_types_by_a_file(tmp_path):
         file.write_text(text)
         store = prepare({"train": TRAIN}, tmp_path / "t", {"types": str(file)}, overwrite=True)
         assert said.format(file) in " ".join(notes(store)) and not store.size.typed
-        assert EntityTypes.find(None, store).of(store.entities.ids(["user:a"]))[1].size > 0
+        assert store.types().of(store.entities.ids(["user:a"]))[1].size > 0
     file.write_text("other\tuser\n")
     with pytest.raises(KGEError, match="none of its 1 entities is in the graph"):
         prepare({"train": TRAIN}, tmp_path / "u", {"types": str(file)})
@@ -265,7 +265,7 @@ def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
     splits = {"train": TRAIN, "test": [("place:x", "near", "place:y")]}
     store = prepare(splits, tmp_path / "s", {"types": "prefix", "allow_unseen_relations": True})
     query = [*store.entities.ids(["user:a"]), *store.relations.ids(["near"]), 0]
-    Ends.of(store).check("tail", np.array([query]))
+    Ends(store).check("tail", np.array([query]))
 
 
 def test_typed_graphs_of_one_file_are_split_by_any_seed(tmp_path):
@@ -287,3 +287,22 @@ def test_typed_graphs_of_one_file_are_split_by_any_seed(tmp_path):
     splits = {"train": rows[:99], "test": rows[99:100]}
     with pytest.raises(DataError, match="leads from user to author"):
         prepare(splits, tmp_path / "given", {"types": "prefix"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("e1\tt1\ne2 t2\n", ":2: expected 2 columns"),
+        ("someone\tt1\n", "none of its 1 entities is in the graph"),
+        ('e1\tt1\ne2\tt2\t"x\n', "found 3: .*x'$"),
+        ("e1\tt1\t1", "expected 2 columns .entity, type.. Give it columns with the names"),
+        ("", "empty file"),
+    ],
+)
+def test_unusable_type_files_are_rejected(tmp_path, text, words):
+    path = tmp_path / "types.tsv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=words) as error:
+        prepare({"train": TRAIN}, tmp_path / "s", {"types": str(path)})
+    assert str(path) in str(error.value)
+    assert "data." not in str(error.value)  # keys of triples do not act on the file

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kge_torchrec.cli import main
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.data.type_sources import RDF_TYPE
-from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 
 TRAIN = [("a", "knows", "b"), ("a", "is", "person"), ("b", "knows", "c"), ("b", "is", "person"),
@@ -29,10 +29,10 @@ def folder_of(path, train=TRAIN, test=TEST, form="{}\t{}\t{}\n", suffix="tsv"):
 
 
 def types_of(store) -> dict[str, set[str]]:
-    types = EntityTypes.find(None, store)
+    types = store.types()
     names, results = types.names.to_pylist(), {}
     for entity, label in enumerate(store.entities.array.to_pylist()):
-        own = types.types[types.indptr[entity] : types.indptr[entity + 1]]
+        own = types.ids[types.indptr[entity] : types.indptr[entity + 1]]
         assert (np.diff(own) > 0).all()
         results[label] = {names[i] for i in own}
     return results
@@ -111,8 +111,8 @@ def test_store_without_types_has_none(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
 def test_pairs_become_a_table(pairs):
     entities, types = np.array([*pairs, (0, 0)], np.int64).T
-    table = EntityTypes.of_pairs(entities, pa.array(map(str, types), pa.large_string()), 10)
+    table = Attributes.of_pairs(entities, pa.array(map(str, types), pa.large_string()), 10)
     expected = sorted(set(pairs) | {(0, 0)})
     counts = np.bincount([e for e, _ in expected], minlength=10)
     assert np.diff(table.indptr).tolist() == counts.tolist()
-    assert [table.names[t].as_py() for t in table.types] == [str(t) for _, t in expected]
+    assert [table.names[t].as_py() for t in table.ids] == [str(t) for _, t in expected]

@@ -134,7 +134,7 @@ def test_typed_graphs_keep_their_types(tmp_path):
     left = TripleStore.open(new / "store")
     assert left.report["types"]["sizes"] == {"p": 1, "u": 2} and left.size.typed
     assert left.report["types"]["entities"] == 3
-    names, indptr, types = left.types()
+    names, indptr, types, _ = left.types()
     kinds = [names[kind].as_py() for kind in types.tolist()]
     assert kinds == [label[0] for label in left.entities.array.to_pylist()]
     assert indptr.tolist() == [0, 1, 2, 3]

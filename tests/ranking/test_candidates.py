@@ -12,8 +12,6 @@ from worlds import run_world
 from kge_torchrec.data import sort
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import EntityTypes
-from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.blocks import ModelScores
 from kge_torchrec.ranking.candidates import Frequencies, SeenCandidates, TypedCandidates
@@ -161,24 +159,3 @@ def oracle_of_equal(store, value) -> dict:
             for row in store.test.tolist()
         ]  # fmt: skip
     return results
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("e1\tt1\ne2 t2\n", ":2: expected 2 columns"),
-        ("someone\tt1\n", "none of its 1 entities is in the graph"),
-        ('e1\tt1\ne2\tt2\t"x\n', "found 3: .*x'$"),
-        ("e1\tt1\t1", "expected 2 columns .entity, type.. Give it columns with the names"),
-        ("", "empty file"),
-        (None, "no such file"),
-    ],
-)
-def test_unusable_type_files_are_rejected(store, tmp_path, text, words):
-    path = tmp_path / "types.tsv"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(DataError, match=words) as error:
-        EntityTypes.read(path, store.entities.array)
-    assert str(path) in str(error.value)
-    assert "data." not in str(error.value)  # keys of triples do not act on the file

@@ -58,7 +58,7 @@ def the_store() -> Path:
 def test_ranges_of_a_batch_take_no_memory_per_entity(tmp_path):
     triples = [(f"user:{i}", "likes", f"item:{i % 99}") for i in range(20_000)]
     store = prepare({"train": triples}, tmp_path / "s", {"types": "prefix"}, progress=False)
-    ends = Ends.of(store)
+    ends = Ends(store)
     (types,), _ = ends.kinds("tail", np.zeros(4, np.int64))
     tracemalloc.start()
     ranges = ends.ranges(types)
@@ -71,7 +71,7 @@ def test_candidates_of_an_extended_store_follow_its_types(tmp_path):
     """New entities of a type come after all old ones, so a type has several ranges of ids."""
     store = extend_store(TripleStore.open(the_store()), {"train": typed_triples(30, "n")},
                          tmp_path / "more", progress=False)  # fmt: skip
-    ends, labels = Ends.of(store), store.entities.labels(range(store.num_entities))
+    ends, labels = Ends(store), store.entities.labels(range(store.num_entities))
     kinds = np.array([label.partition(":")[0] for label in labels])
     relations = np.array([store.relations.labels([0, 1, 2, 3, 4]).index(name) for name in ENDS])
     sets, place = ends.kinds("tail", np.repeat(relations, 2))

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.data.labels import hash_of
-from kge_torchrec.data.store.features import FeatureTable
+from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of
@@ -29,7 +29,7 @@ from kge_torchrec.files import crc32_of
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 2
 META = "meta.json"
-TABLES = {"types": ("indptr", "ids"), "features": ("indptr", "ids", "weights")}
+TABLES = {"types": ("indptr", "ids"), "features": ("indptr", "ids", "weights")}  # and names
 CHECKED_ON_OPEN = 1 << 26  # bytes; the checksums of a store of this size take some 20 ms
 
 
@@ -141,21 +141,19 @@ class TripleStore:
         name = weights_name(split)
         return _map(self.path / name) if name in self._files else None
 
-    def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
-        """Return names, indptr and types of `EntityTypes`, memory-mapped; None without types."""
-        return self._table("types")
+    def types(self) -> Attributes | None:
+        """Return the types of entities, memory-mapped; None without."""
+        return self._attributes("types")
 
-    def features(self) -> FeatureTable | None:
+    def features(self) -> Attributes | None:
         """Return the features of entities, memory-mapped; None without."""
-        table = self._table("features")
-        return None if table is None else FeatureTable(*table)
+        return self._attributes("features")
 
-    def _table(self, kind: str) -> Any:
-        """Return the names of types or features and the arrays of ``TABLES``; None without."""
+    def _attributes(self, kind: str) -> Attributes | None:
         if f"{kind}.arrow" not in self._files:
             return None
         names = Vocabulary.open(self.path / f"{kind}.arrow").array
-        return names, *(_map(self.path / f"{kind}-{part}.npy") for part in TABLES[kind])
+        return Attributes(names, *(_map(self.path / f"{kind}-{part}.npy") for part in TABLES[kind]))
 
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None

@@ -26,13 +26,12 @@ from kge_torchrec.data.store import (
     checksums_of,
     weights_name,
 )
-from kge_torchrec.data.store.features import FeatureTable
+from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.store.writing import ALL_ROWS, new_store, save_triples, write_indices
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
-Types = tuple[pa.Array, np.ndarray, np.ndarray]  # as `TripleStore.types` returns them
 
 
 def finish_store(
@@ -40,8 +39,8 @@ def finish_store(
     entities: pa.Array,
     relations: pa.Array,
     notes: Mapping[str, Any],
-    types: Types | None = None,
-    features: FeatureTable | None = None,
+    types: Attributes | None = None,
+    features: Attributes | None = None,
     most: int = ALL_ROWS,
 ) -> None:
     """Write all files of a store, whose triples and their weights are in a folder already.
@@ -49,12 +48,13 @@ def finish_store(
     ``entities`` and ``relations`` are labels (N,) and (R,); ``notes`` are entries of the report,
     beside those that follow from the contents; ``most`` is as for `write_indices`.
     """
-    tables = {"entities": (entities,), "relations": (relations,), "types": types}
-    for kind, table in {**tables, "features": features}.items():
+    Vocabulary(entities).save(folder / "entities.arrow")
+    Vocabulary(relations).save(folder / "relations.arrow")
+    for kind, table in (("types", types), ("features", features)):
         if table is not None:
-            Vocabulary(table[0]).save(folder / f"{kind}.arrow")
-            for part, array in zip(TABLES.get(kind, ()), table[1:], strict=True):
-                np.save(folder / f"{kind}-{part}.npy", array)
+            Vocabulary(table.names).save(folder / f"{kind}.arrow")
+            for part in TABLES[kind]:
+                np.save(folder / f"{kind}-{part}.npy", getattr(table, part))
     triples, weights = map_triples(folder)
     sizes = len(entities), len(relations)
     indices = write_indices(folder, triples, sizes, most)
@@ -79,8 +79,16 @@ def finish_store(
     # Triples that were split here are distinct.
     report["shared"] = {} if report["split"] else shared_triples(triples, indices, *sizes)
     if features is not None:
-        used = used_entities(triples, len(entities))
-        report["features"] = {**report["features"], **features.counts(entities, used)}
+        has_features = np.diff(features.indptr) > 0
+        lone = has_features & ~used_entities(triples, len(entities))
+        report["features"] = {
+            **report["features"],
+            "features": len(features.names),
+            "pairs": len(features.ids),
+            "entities": int(has_features.sum()),
+            "without_triples": int(lone.sum()),
+            "example": entities[int(lone.argmax())].as_py() if lone.any() else None,
+        }
     paths = sorted(folder.iterdir())
     meta = {
         "format": FORMAT,
@@ -173,7 +181,7 @@ def fingerprint(
     entities: pa.Array,
     relations: pa.Array,
     triples: Mapping[str, np.ndarray],
-    features: FeatureTable | None = None,
+    features: Attributes | None = None,
 ) -> str:
     """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
     digest = hashlib.sha256()
@@ -236,16 +244,18 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     }
     types, features = store.types(), store.features()
     if types is not None:
-        names, indptr, ids = types
-        counts = np.diff(indptr)[inside]
-        ids = ids[np.repeat(inside, np.diff(indptr))]
-        types = names, np.append(0, np.cumsum(counts)), ids
-        notes["types"] = {**store.report["types"], "entities": int((counts > 0).sum())}
+        types = types.inside(inside)
+        count = int((np.diff(types.indptr) > 0).sum())
+        notes["types"] = {**store.report["types"], "entities": count}
         if "sizes" in notes["types"]:
-            sizes = np.bincount(ids, minlength=len(names)).tolist()
-            notes["types"]["sizes"] = dict(zip(names.to_pylist(), sizes, strict=True))
-    if features is not None and (features := features.inside(inside)) is not None:
-        notes["features"] = store.report["features"]
+            sizes = np.bincount(types.ids, minlength=len(types.names)).tolist()
+            notes["types"]["sizes"] = dict(zip(types.names.to_pylist(), sizes, strict=True))
+    if features is not None:
+        features = features.inside(inside).without_unused()
+        if len(features.names):
+            notes["features"] = store.report["features"]
+        else:
+            features = None
     with new_store(path, overwrite=False) as folder:
         save_triples(folder, triples, weights)
         entities = store.entities.array.filter(pa.array(inside))
