@@ -98,7 +98,7 @@ start, stop = size * number // count, size * (number + 1) // count => start, sto
 weight=1 / (size * count * self._mean_weight) => weight=1 / (size * self._mean_weight)
 lag = self.examples * np.arange(count)[:, None] // count => lag = 0 * np.arange(count)[:, None]
 numbers = numbers - count => pass
-part.ids[part.starts[query] + position] => part.ids[part.starts[query]] @@ data/test_query_samples.py
+place = random.choice(count, limit, replace=False) => place = random.choice(count, limit) @@ data/test_query_samples.py
 weight=torch.tensor(world / size) => weight=torch.tensor(1 / size) @@ data/test_query_samples.py
 [data/batches/__init__.py: data/test_batches.py]
 return -(-self.examples // self.plan.batch_size) => return self.examples // self.plan.batch_size

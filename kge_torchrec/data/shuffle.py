@@ -1,6 +1,6 @@
-"""Keyed permutations, computed position by position: the shuffle of an epoch, sampled answers.
+"""The shuffle of an epoch: a keyed permutation, computed position by position.
 
-Shapes: M positions, Q queries.
+Shapes: M positions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EpochShuffle:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Return the examples (M,) int64 at some positions (M,) of the epoch."""
         out = positions.astype(np.uint64)
-        permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
+        _permute(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
 
 
@@ -39,8 +39,8 @@ _BLOCK = 1024  # values per block; a block stays in the nearest cache
 
 
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
-@helper
-def permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
+@kernel
+def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
     """Replace every value by its image, in place.
 
     A block of values goes through each round of the network together, in vector lanes; values that
@@ -63,9 +63,6 @@ def permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint
             count = kept
 
 
-permute_array = kernel(permute.py_func)  # the same, called from Python
-
-
 @helper
 def _encrypt(
     values: np.ndarray,
@@ -81,56 +78,14 @@ def _encrypt(
         left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
     for key in keys:
         for i in range(len(places)):
-            left[i], right[i] = right[i], left[i] ^ (mix(right[i] + key) & mask)
+            left[i], right[i] = right[i], left[i] ^ (_mix(right[i] + key) & mask)
     for i in range(len(places)):
         values[places[i]] = (left[i] << half) | right[i]
 
 
 @helper
-def mix(value: np.uint64) -> np.uint64:
+def _mix(value: np.uint64) -> np.uint64:
     """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
-
-
-def sample_distinct(
-    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
-) -> np.ndarray:
-    """Sample ``count`` different positions in [0, sizes[i]) for every i, or all if there are fewer.
-
-    The positions for i are the first of the permutation that its size, its number and the keys
-    make, and depend on nothing else.
-
-    Args:
-        sizes: (Q,) int64.
-        count: Positions for each i.
-        numbers: (Q,) int64.
-        keys: (ROUNDS,) uint64.
-
-    Returns:
-        The positions for all i, one after another, int64.
-    """
-    out = np.empty(np.minimum(sizes, count).sum(), np.int64)
-    _sample_distinct(sizes, count, numbers.view(np.uint64), keys, out)
-    return out
-
-
-@kernel
-def _sample_distinct(
-    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
-) -> None:
-    own = np.empty_like(keys)
-    start = 0
-    for i in range(len(sizes)):
-        drawn = out[start : start + min(sizes[i], count)]
-        for position in range(len(drawn)):
-            drawn[position] = position
-        if sizes[i] > count:
-            for turn in range(len(keys)):
-                own[turn] = mix(keys[turn] ^ mix(numbers[i] + np.uint64(turn)))
-            half = np.uint64(1)
-            while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
-                half += np.uint64(1)
-            permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
-        start += len(drawn)

@@ -114,36 +114,16 @@ def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.nda
     if key is None:
         order = np.lexsort(columns[::-1])
         equal = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
-        return _again_and_first(order, equal)
-    ordered = np.sort(key)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice) == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    # Few rows share the low bits of a repeated key: only those need the slower sort with positions.
-    suspects = np.flatnonzero(_shares_hash(key, twice))
-    key = key[suspects]
-    order = np.argsort(key, kind="stable")
-    equal = key[order][1:] == key[order][:-1]
-    return _again_and_first(suspects[order], equal)
-
-
-def _again_and_first(order: np.ndarray, equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``repeats`` from a stable order of rows, and from which rows equal the one before."""
+    else:
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        equal = key[1:] == key[:-1]
     places = np.flatnonzero(equal) + 1
     starts = np.flatnonzero(np.append(True, ~equal))  # of runs of equal rows
     first = order[starts[np.searchsorted(starts, places, "right") - 1]]
     again = order[places]
     ascending = np.argsort(again)
     return again[ascending], first[ascending]
-
-
-def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return True for every row whose key is in ``others``, and for a few rows more."""
-    width = max(10, int(len(others) * 16).bit_length())
-    multiplier, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - min(width, 30))
-    table = np.zeros(1 << min(width, 30), bool)
-    table[(others * multiplier) >> shift] = True
-    return table[(key * multiplier) >> shift]
 
 
 def drop_repeats(
@@ -225,6 +205,19 @@ def pieces(
             file.seek(0)
             own = np.fromfile(file, np.uint32).reshape(-1, 4)
             yield own[:, :3].view(np.int32), own[:, 3].astype(np.int64)
+
+
+def pieces_by_id(
+    rows: np.ndarray, column: int, counts: np.ndarray, most: int, folder: Path
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield ``pieces`` of close ids in a column, in order, whose rows are about ``most``.
+
+    A piece is larger where an id has more rows.  ``counts`` (N,) are the rows of each id.
+    """
+    parts = max(1, -(-len(rows) // most))
+    limits = np.searchsorted(np.cumsum(counts), np.arange(1, parts) * len(rows) // parts)
+    part_of = lambda some: np.searchsorted(limits, some[:, column], "right")  # noqa: E731
+    return pieces(rows, part_of, parts, folder)
 
 
 def scratch_array(folder: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.ndarray:

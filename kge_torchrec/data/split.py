@@ -20,7 +20,7 @@ import numpy as np
 from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.shuffle import EpochShuffle
-from kge_torchrec.data.sort import CHUNK, chunks, id_counts, pieces, scratch_array
+from kge_torchrec.data.sort import CHUNK, chunks, id_counts, pieces_by_id, scratch_array
 
 _MUST_TRAIN = -1  # a place whose triple is the first one of an entity or relation
 
@@ -178,14 +178,8 @@ def _by_head(
     room = np.maximum(counts - 1, 0)
     test = np.minimum(wanted[1], room)
     both = test + np.minimum(wanted[0], room - test)
-    parts = -(-len(rows) // most)
-    limits = np.searchsorted(np.cumsum(counts), np.arange(1, parts) * len(rows) // parts)
-
-    def part_of(part: np.ndarray) -> np.ndarray:
-        return np.searchsorted(limits, part[:, HEAD], "right")
-
     split_of = scratch_array(folder, np.int8, (len(rows),))
-    for part, numbers in pieces(rows, part_of, parts, folder):
+    for part, numbers in pieces_by_id(rows, HEAD, counts, most, folder):
         order = np.lexsort((*keys(part, numbers), part[:, HEAD]))
         heads = part[order, HEAD]
         # Triples of the head from here on.

@@ -180,14 +180,6 @@ def test_ids_outside_the_store_are_rejected(anchor, relation):
         known.contains("tail", [anchor], [relation], [0])
 
 
-def test_wrong_arguments_are_rejected():
-    known = known_of([np.array([[0, 0, 1]], np.int32)], 2, 1)
-    with pytest.raises(ValueError, match="side must be"):
-        known.answers("left", [0], [0])
-    with pytest.raises(ValueError, match="must both be"):
-        known.answers("tail", [0, 1], [0])
-
-
 def test_fast_enough_for_a_training_step():
     random = np.random.default_rng(0)
     rows = np.unique(random.integers(0, (10_000, 20, 10_000), (300_000, 3), np.int32), axis=0)

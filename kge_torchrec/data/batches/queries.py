@@ -31,7 +31,6 @@ from kge_torchrec.data.batches import (
     mean_weight,
 )
 from kge_torchrec.data.negatives import Chunks, random_numbers
-from kge_torchrec.data.shuffle import ROUNDS, sample_distinct
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, anchors_of, relations_of
 from kge_torchrec.data.types import Ends
 
@@ -289,10 +288,14 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         counts, limit = queries.answers.counts, self.plan.max_answers
         if not limit or counts.max(initial=0) <= limit:
             return queries.answers.all()
-        spawn_key = (epoch, _ANSWER_STREAM, SIDES.index(queries.side))
-        keys = np.random.SeedSequence(self.plan.seed, spawn_key=spawn_key)
-        numbers = queries.anchor * self.known.num_relations + queries.relation
-        position = sample_distinct(counts, limit, numbers, keys.generate_state(ROUNDS, np.uint64))
-        query = np.repeat(np.arange(len(counts)), np.minimum(counts, limit))
         (part,) = queries.answers.parts
-        return query, part.ids[part.starts[query] + position].astype(np.int64)
+        answers = []
+        for i, count in enumerate(counts.tolist()):
+            place = np.arange(count)
+            if count > limit:
+                of_query = SIDES.index(queries.side), queries.anchor[i], queries.relation[i]
+                random = np.random.default_rng([self.plan.seed, epoch, _ANSWER_STREAM, *of_query])
+                place = random.choice(count, limit, replace=False)
+            answers.append(part.ids[part.starts[i] + place])
+        query = np.repeat(np.arange(len(counts)), np.minimum(counts, limit))
+        return query, np.concatenate(answers).astype(np.int64)

@@ -361,27 +361,15 @@ class Vocabulary:
         """Return up to three labels that resemble ``label``, best first."""
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
-            candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
+            lowered, part = pc.utf8_lower(candidates), max(1, len(label) // 2)
+            starts = pc.starts_with(lowered, label.lower()[:part])
+            ends = pc.ends_with(lowered, label.lower()[-part:])
+            candidates = candidates.filter(pc.or_(starts, ends))[:MAX_COMPARED]
         spelled: dict[str, str] = {}
         for candidate in candidates.to_pylist():
             spelled.setdefault(candidate.lower(), candidate)
         close = difflib.get_close_matches(label.lower(), list(spelled), 3)
         return [spelled[match] for match in close]
-
-    def _resembling(self, label: str) -> pa.Array:
-        """Return which labels have a similar length, and the same beginning or end."""
-        lowered, length = pc.utf8_lower(self._labels), len(label)
-        size = pc.utf8_length(self._labels)
-        near = pc.and_(
-            pc.greater_equal(size, length - 2 - length // 8),
-            pc.less_equal(size, length + 2 + length // 8),
-        )
-        part = max(1, length // 2)
-        same = pc.or_(
-            pc.starts_with(lowered, label.lower()[:part]),
-            pc.ends_with(lowered, label.lower()[-part:]),
-        )
-        return pc.and_(near, same)
 
     def unknown(self, label: str, missing: int = 1) -> UnknownLabelError:
         """Return the error for an unknown label, the first of ``missing``."""

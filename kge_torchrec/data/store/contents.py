@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
-from kge_torchrec.data.sort import CHUNK, chunks, id_counts
+from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import (
     FORMAT,
     FORMAT_VERSION,
@@ -28,7 +28,7 @@ from kge_torchrec.data.store import (
 )
 from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
-from kge_torchrec.data.store.writing import ALL_ROWS, new_store, save_triples, write_indices
+from kge_torchrec.data.store.writing import ALL_ROWS, new_store, write_indices
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
@@ -90,15 +90,18 @@ def finish_store(
             "example": entities[int(lone.argmax())].as_py() if lone.any() else None,
         }
     paths = sorted(folder.iterdir())
+    checksums = checksums_of(paths)
+    give_meaning = ("entities", "relations", "features", *SPLITS)
+    of_ids = [(name, x) for name, x in checksums.items() if name.startswith(give_meaning)]
     meta = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "num_entities": len(entities),
         "num_relations": len(relations),
-        "fingerprint": fingerprint(entities, relations, triples, features),
+        "fingerprint": hashlib.sha256(repr(of_ids).encode()).hexdigest(),
         "report": report,
         "files": {path.name: path.stat().st_size for path in paths},
-        "crc32": checksums_of(paths),
+        "crc32": checksums,
     }
     (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
 
@@ -177,48 +180,6 @@ def shared_triples(
     return counts
 
 
-def fingerprint(
-    entities: pa.Array,
-    relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    features: Attributes | None = None,
-) -> str:
-    """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
-    digest = hashlib.sha256()
-    for array in () if features is None else features[1:]:
-        digest.update(np.ascontiguousarray(array).data)
-    for labels in (entities, relations, *(() if features is None else features[:1])):
-        starts = np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1)
-        for first in range(0, len(labels), CHUNK):
-            digest.update(np.diff(starts[first : first + CHUNK + 1]).astype(np.int32).tobytes())
-        digest.update(labels.buffers()[2] or b"")
-    for split in SPLITS:
-        digest.update(f"{split} {len(triples[split])}\n".encode())
-        digest.update(np.ascontiguousarray(triples[split]).data)
-    return digest.hexdigest()
-
-
-def triples_inside(
-    store: TripleStore, inside: np.ndarray
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the triples whose ends are both inside (N,) bool, and their weights, by split.
-
-    The entities inside are numbered in order.
-    """
-    number = np.cumsum(inside, dtype=np.int64) - 1
-    triples, weights = {}, {}
-    for split in SPLITS:
-        rows, own = store.split(split), store.weights(split)
-        parts = [inside[part[:, HEAD]] & inside[part[:, TAIL]] for part in chunks(rows)]
-        kept = np.concatenate([np.empty(0, bool), *parts])
-        triples[split] = rows[kept]
-        for column in (HEAD, TAIL):
-            triples[split][:, column] = number[triples[split][:, column]]
-        if own is not None:
-            weights[split] = own[kept]
-    return triples, weights
-
-
 def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
     """Write a store without the deleted entities (N,) bool and their triples to a path.
 
@@ -228,12 +189,21 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     Raises:
         DataError: No training triple is left.
     """
-    inside = ~deleted
-    triples, weights = triples_inside(store, inside)
-    if not len(triples["train"]):
+    inside, gone = ~deleted, 0
+    number = np.cumsum(inside, dtype=np.int32) - 1
+    arrays: dict[str, np.ndarray] = {}
+    for split in SPLITS:
+        rows, weights = store.split(split), store.weights(split)
+        parts = [inside[part[:, HEAD]] & inside[part[:, TAIL]] for part in chunks(rows)]
+        kept = np.concatenate([np.empty(0, bool), *parts])
+        own = rows[kept]
+        own[:, ::2] = number[own[:, ::2]]
+        arrays[split], gone = own, gone + len(rows) - len(own)
+        if weights is not None:
+            arrays[weights_name(split).removesuffix(".npy")] = weights[kept]
+    if not len(arrays["train"]):
         raise DataError("every training triple has one of these entities; nothing would be left")
     before = store.report.get("deleted", {"entities": 0, "triples": 0})
-    gone = sum(len(store.split(split)) - len(triples[split]) for split in SPLITS)
     notes: dict[str, Any] = {
         "split": store.report["split"],
         "sources": store.report.get("sources", {}),
@@ -257,7 +227,8 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
         else:
             features = None
     with new_store(path, overwrite=False) as folder:
-        save_triples(folder, triples, weights)
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
         entities = store.entities.array.filter(pa.array(inside))
         finish_store(folder, entities, store.relations.array, notes, types, features)
     return TripleStore.open(path)

@@ -119,7 +119,7 @@ class FilterIndex:
         Raises:
             IndexError: An id is outside the store.
         """
-        anchors, relations = self._checked(side, anchors, relations)
+        anchors, relations = self._checked(anchors, relations)
         sides = [index[side] for index in self._indices]
         ranges = [Ranges(own.answers, *own.find(anchors, relations)) for own in sides]
         return Answers(len(anchors), ranges)
@@ -135,7 +135,7 @@ class FilterIndex:
         Raises:
             IndexError: An anchor or relation is outside the store.
         """
-        anchors, relations = self._checked(side, anchors, relations)
+        anchors, relations = self._checked(anchors, relations)
         candidates = np.ascontiguousarray(np.atleast_2d(candidates), np.int64)
         rows = np.arange(len(anchors)) * len(candidates) // max(1, len(anchors))
         is_known = np.zeros((len(anchors), candidates.shape[1]), bool)
@@ -176,20 +176,12 @@ class FilterIndex:
         (index,) = self._indices
         return index[side]
 
-    def _checked(
-        self, side: str, anchors: np.ndarray, relations: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        if side not in SIDES:
-            raise ValueError(f"side must be 'head' or 'tail', not {side!r}")
-        anchors = np.ascontiguousarray(anchors, np.int64)
-        relations = np.ascontiguousarray(relations, np.int64)
-        if anchors.ndim != 1 or anchors.shape != relations.shape:
-            raise ValueError(
-                f"anchors {anchors.shape} and relations {relations.shape} must both be (B,)"
-            )
-        for name, ids, size in (
-            ("anchor", anchors, self.num_entities), ("relation", relations, self.num_relations),
-        ):  # fmt: skip
+    def _checked(self, anchors: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        anchors, relations = (np.ascontiguousarray(x, np.int64) for x in (anchors, relations))
+        sizes = self.num_entities, self.num_relations
+        for name, ids, size in zip(
+            ("anchor", "relation"), (anchors, relations), sizes, strict=True
+        ):
             if len(ids) and (ids.min() < 0 or ids.max() >= size):
                 raise IndexError(f"{name} ids must lie in [0, {size})")
         return anchors, relations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,29 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from kge_torchrec import files
-from kge_torchrec.data import HEAD, RELATION, SIDES, TAIL
-from kge_torchrec.data.sort import id_counts, pack, pieces, sorted_rows
-from kge_torchrec.data.store import (
-    META,
-    degrees_name,
-    index_name,
-    weights_name,
-)
+from kge_torchrec.data import HEAD, RELATION, TAIL
+from kge_torchrec.data.labels import mapped
+from kge_torchrec.data.sort import id_counts, pieces_by_id, sorted_rows
+from kge_torchrec.data.store import META, degrees_name, index_name
 from kge_torchrec.data.store.filter_index import SideIndex, keys_of
 from kge_torchrec.errors import StoreError
 
-SAMPLES = 512  # rows of the sample for each part of an index
 ALL_ROWS = 1 << 62  # rows in memory where nothing bounds them
-
-
-def save_triples(
-    folder: Path, triples: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
-) -> None:
-    """Write the triples (T, 3) of each split, and the weights (T,) of those that have some."""
-    for split, rows in triples.items():
-        np.save(folder / f"{split}.npy", rows)
-    for split, own in weights.items():
-        np.save(folder / weights_name(split), own.astype(np.float32, copy=False))
 
 
 def write_indices(
@@ -48,99 +34,58 @@ def write_indices(
 ) -> dict[str, dict[str, SideIndex]]:
     """Write the filter index of each split and side, and return it, mapped; write degrees too.
 
-    ``sizes`` are N and R, and ``most`` is the number of rows in memory.
+    ``sizes`` are N and R, and ``most`` is the number of rows in memory; an entity with more triples
+    takes more.
     """
     indices: dict[str, dict[str, SideIndex]] = {}
     for split, rows in triples.items():
         indices[split] = {}
-        for side in SIDES:
+        for side, column in (("tail", HEAD), ("head", TAIL)):
+            degrees = id_counts(rows[:, column], sizes[0])
+            if split == "train":
+                np.save(folder / degrees_name("head" if column == HEAD else "tail"), degrees)
             paths = [folder / index_name(split, side, part) for part in SideIndex._fields]
-            _write_side(paths, rows, side, sizes, most)
+            _write_side(paths, rows, column, degrees, sizes, most)
             indices[split][side] = SideIndex(*(np.load(path, mmap_mode="r") for path in paths))
-    for side, column in (("head", HEAD), ("tail", TAIL)):
-        np.save(folder / degrees_name(side), id_counts(triples["train"][:, column], sizes[0]))
     return indices
 
 
 def _write_side(
-    paths: list[Path], rows: np.ndarray, side: str, sizes: tuple[int, int], most: int
+    paths: list[Path],
+    rows: np.ndarray,
+    column: int,
+    degrees: np.ndarray,
+    sizes: tuple[int, int],
+    most: int,
 ) -> None:
-    """Write the index that answers queries for a side, as `filter_index.build_side` returns it.
+    """Write the index of queries with the anchors of a column, as `build_side` returns it.
 
-    Rows are spread over parts by keys that a sample has at equal distances, and each part is sorted
-    in memory.
+    Ranges of anchors are sorted one after another.
     """
-    columns = [HEAD, RELATION, TAIL] if side == "tail" else [TAIL, RELATION, HEAD]
-    total = len(rows)
-    count = -(-total * 5 // (4 * most)) if total > most else 1
-    random = np.random.default_rng(0)  # any sample gives the same index
-    sample = rows[np.sort(random.integers(0, total, SAMPLES * count))] if count > 1 else rows[:0]
-    keys = np.sort(_keys(sample, columns, sizes))
-    limits = keys[np.arange(1, count) * len(keys) // count]
-
-    def part_of(part: np.ndarray) -> np.ndarray:
-        return np.searchsorted(limits, _keys(part, columns, sizes), "right")
-
-    last, done = -1, 0  # the query of the last row, and the rows so far
+    folder, done = paths[0].parent, 0
     with ExitStack() as stack:
-        queries, starts, answers = (
-            stack.enter_context(_GrowingArray(path, dtype))
-            for path, dtype in zip(paths, (np.int64, np.int64, np.int32), strict=True)
-        )
-        for part, _ in pieces(rows, part_of, count, paths[0].parent):
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in paths]
+        for part, _ in pieces_by_id(rows, column, degrees, most, folder):
             if not len(part):
                 continue
-            anchors, relations, others = (part[:, column] for column in columns)
+            anchors, relations, answers = (part[:, x] for x in (column, RELATION, TAIL - column))
             low = int(anchors.min())  # shorter keys: those of one part have close anchors
             own_sizes = int(anchors.max()) - low + 1, sizes[1], sizes[0]
-            anchors, relations, others = sorted_rows((anchors - low, relations, others), own_sizes)
+            anchors, relations, answers = sorted_rows(
+                (anchors - low, relations, answers), own_sizes
+            )
             anchors += low
             by_row = keys_of(anchors, relations)
             del anchors, relations
-            own = SideIndex.of_sorted(by_row, others)
-            continues = int(own.queries[0] == last)  # the part before has its first answers
-            queries.add(own.queries[continues:])
-            starts.add(own.starts[continues:-1] + done)
-            answers.add(others)
-            last, done = int(own.queries[-1]), done + len(others)
-        starts.add(np.array([done]))
-
-
-class _GrowingArray:
-    """A file like that of ``np.save`` to which elements are appended; the header comes last."""
-
-    def __init__(self, path: Path, dtype: type):
-        self._file, self._dtype, self._length = path.open("wb"), np.dtype(dtype), 0
-        self._write_header()
-
-    def add(self, values: np.ndarray) -> None:
-        """Append values (M,)."""
-        self._file.write(np.ascontiguousarray(values, self._dtype).data)
-        self._length += len(values)
-
-    def __enter__(self) -> _GrowingArray:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
-
-    def _write_header(self) -> None:
-        """Write the header, whose size is the same for every length."""
-        descr = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-
-def _keys(rows: np.ndarray, columns: list[int], sizes: tuple[int, int]) -> np.ndarray:
-    """Return a number (M,) per row that orders like its columns, or like the first two of them."""
-    anchors, relations, answers = (rows[:, column] for column in columns)
-    keys = pack((anchors, relations, answers), (sizes[0], sizes[1], sizes[0]))
-    if keys is None:
-        keys = pack((anchors, relations), sizes)
-    assert keys is not None  # two ids of 32 bits
-    return keys
+            own = SideIndex.of_sorted(by_row, answers)
+            for file, values in zip(
+                files, (own.queries, own.starts[:-1] + done, answers), strict=True
+            ):
+                file.write(values.data)
+            done += len(answers)
+        files[1].write(np.int64(done).tobytes())
+        for path, file, dtype in zip(paths, files, (np.int64, np.int64, np.int32), strict=True):
+            np.save(path, mapped(file, dtype))
 
 
 def check_writable(output: Path, overwrite: bool) -> None:
