@@ -94,12 +94,12 @@ unmet[:places, :places] = False => unmet[:places] = False
 [data/batches/triples.py: data/test_batches.py]
 weight = inside.astype(np.float32) * (world / size) => weight = inside.astype(np.float32) / size
 start, stop = size * number // count, size * (number + 1) // count => start, stop = size // count * number, size // count * (number + 1)
-[data/batches/queries.py: data/test_queries.py]
+[data/batches/queries.py: data/test_batches.py]
 weight=1 / (size * count * self._mean_weight) => weight=1 / (size * self._mean_weight)
 lag = self.examples * np.arange(count)[:, None] // count => lag = 0 * np.arange(count)[:, None]
 numbers = numbers - count => pass
-place = random.choice(count, limit, replace=False) => place = random.choice(count, limit) @@ data/test_query_samples.py
-weight=torch.tensor(world / size) => weight=torch.tensor(1 / size) @@ data/test_query_samples.py
+place = random.choice(count, limit, replace=False) => place = random.choice(count, limit)
+weight=torch.tensor(world / size) => weight=torch.tensor(1 / size)
 [data/batches/__init__.py: data/test_batches.py]
 return -(-self.examples // self.plan.batch_size) => return self.examples // self.plan.batch_size
 return EpochShuffle(self.examples, self.plan.seed, epoch) => return EpochShuffle(self.examples, self.plan.seed, 0)

@@ -31,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import random_numbers
-from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, sample_distinct
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side of the answers, anchor, relation
@@ -157,12 +157,9 @@ def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -
     limit, (side, anchor, relation) = config.negatives.max_answers, query
     if config.negatives.regime != "kvssample" or limit == 0 or len(answers) <= limit:
         return answers
-    seed = np.random.SeedSequence(config.seed, spawn_key=(epoch, 3, ("head", "tail").index(side)))
-    places = sample_distinct(
-        np.array([len(answers)]), limit, np.array([anchor * store.num_relations + relation]),
-        seed.generate_state(ROUNDS, np.uint64),
-    )  # fmt: skip
-    return [sorted(answers)[place] for place in places]
+    query = ("head", "tail").index(side), anchor, relation
+    random = np.random.default_rng([config.seed, epoch, 3, *query])
+    return [sorted(answers)[place] for place in random.choice(len(answers), limit, replace=False)]
 
 
 def suited_entities(config: Config, store: TripleStore) -> dict[tuple[str, int], set[int]] | None:
