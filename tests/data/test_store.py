@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 
@@ -209,31 +208,11 @@ def test_large_store_is_checked_when_training_starts(store, monkeypatch, tmp_pat
         TripleStore.open(store.path).check()
 
 
-def test_flipped_bits_in_the_meta_file_are_refused_in_words(store):
-    """A name of a file, among others: it would be missing only when the store is checked."""
+def test_flipped_bits_of_the_meta_file_are_detected(store):
     path = store.path / "meta.json"
     content = path.read_bytes()
-    names = content.index(b'"crc32"')
-    for place in range(names, len(content), 3):
-        flipped = bytearray(content)
-        flipped[place] ^= 1
-        path.write_bytes(flipped)
-        with contextlib.suppress(StoreError):
-            TripleStore.open(store.path)
-    renamed = content[:names] + content[names:].replace(b"train.npy", b"traio.npy")
-    path.write_bytes(renamed)
-    said = "only a size or only a checksum of train.npy and traio.npy"
-    assert said in open_error(store.path)
-
-
-@pytest.mark.parametrize("changes, said", [
-    ({"num_entities": 6}, "meta.json counts 6 entities and there are labels of"),
-    ({"num_relations": 99}, "meta.json counts 99 relations and there are labels of"),
-    ({"files": None, "report": None}, "meta.json has no files and no report"),
-])  # fmt: skip
-def test_changed_meta_file_is_detected(store, changes, said):
-    meta = json.loads((store.path / "meta.json").read_text()) | changes
-    kept = {name: value for name, value in meta.items() if value is not None}
-    (store.path / "meta.json").write_text(json.dumps(kept))
-    with pytest.raises(StoreError, match=f"damaged store: {said}"):
-        TripleStore.open(store.path)
+    for place in range(0, len(content), 7):
+        if not content[place : place + 1].isspace():
+            flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            path.write_bytes(flipped)
+            assert "meta.json" in (said := open_error(store.path)) or "of version" in said

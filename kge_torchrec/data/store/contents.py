@@ -23,6 +23,7 @@ from kge_torchrec.data.store import (
     TABLES,
     TripleStore,
     Vocabulary,
+    checksum_of,
     checksums_of,
     weights_name,
 )
@@ -103,6 +104,7 @@ def finish_store(
         "files": {path.name: path.stat().st_size for path in paths},
         "crc32": checksums,
     }
+    meta["checksum"] = checksum_of(meta)
     (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
 
 
