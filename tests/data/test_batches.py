@@ -67,6 +67,7 @@ def trained(batch, sides):
     heads, tails = (x.view(chunks, size) for x in parts[:2])
     candidates = {s: x.view(chunks, -1) for s, x in zip(sides, parts[2:], strict=True) if chunks}
     known, results = {"head": batch.known_head, "tail": batch.known_tail}, []
+    assert (chunks == 0) == (size == 0)
     for place in np.ndindex(chunks, size):
         if weight := float(batch.weight[place]):
             triple = tuple(int(x[place]) for x in (heads, batch.relation, tails))
@@ -76,6 +77,9 @@ def trained(batch, sides):
                 for side, own in candidates.items()
             }  # fmt: skip
             results.append((triple, weight, of_sides))
+    rows = torch.stack([heads, batch.relation, tails], -1).view(-1, 3)
+    padded = set(map(tuple, rows.tolist()))
+    assert padded == {triple for triple, _, _ in results}  # padding repeats own triples
     return results
 
 
@@ -264,9 +268,12 @@ def test_batches_of_queries_with_sampled_candidates(
 
 
 def test_answers_are_drawn_uniformly_and_anew_every_epoch():
-    hub = np.array([(0, 0, tail) for tail in range(N)], np.int32)
-    batches = query_samples(hub, max_answers=3, sides=("tail",))
-    drawn = [sampled(next(batches.epoch(epoch)), ("tail",))[0][3] for epoch in range(400)]
+    hubs = np.array([(head, 0, tail) for head in (0, 1) for tail in range(N)], np.int32)
+    batches = query_samples(hubs, max_answers=3, sides=("tail",))
+    queries = [sampled(next(batches.epoch(epoch)), ("tail",)) for epoch in range(400)]
+    drawn, others = ([query[3] for step in queries for query in step if query[1] == hub]
+                     for hub in (0, 1))  # fmt: skip
+    assert sum(map(list.__eq__, drawn, others)) < 20  # each hub draws its own
     pairs = [pair for answers in drawn for pair in combinations(answers, 2)]
     counts = np.unique(pairs, axis=0, return_counts=True)[1]
     expected = 400 * 3 / comb(N, 2)  # each pair of answers alike
