@@ -55,12 +55,6 @@ def test_any_range_of_chunks_is_a_slice_of_the_whole(entities, count, seed, weig
     np.testing.assert_array_equal(part, whole[first : first + some])
 
 
-def test_uniform_draws_are_uniform():
-    for entities in (2, 7, 50):
-        ids = sampled(UniformSampler(entities), 1001, range(50), seed=1)
-        assert is_plausible(ids, np.ones(entities))
-
-
 def test_steps_and_chunks_add_no_pattern():
     """One draw each of many chunks, steps and epochs is as uniform as many draws of one."""
     sampler = UniformSampler(20)

@@ -138,13 +138,6 @@ def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accum
     ]
 
 
-def test_steps_of_an_epoch_are_counted_once(monkeypatch):
-    made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
-    steps = made.steps_per_epoch
-    monkeypatch.setattr("kge_torchrec.data.parts.stages", None)
-    assert made.steps_per_epoch == steps
-
-
 def test_an_epoch_begins_with_the_buffer_of_the_one_before():
     made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
     for epoch in range(3):

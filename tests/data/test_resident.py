@@ -21,7 +21,7 @@ from kge_torchrec.kernels import operators
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
 from kge_torchrec.training.captured_step import shape_of
-from tests.training_runs import config_of, fit, largest_difference, random_triples
+from tests.training_runs import config_of, random_triples
 
 CPU = torch.device("cpu")
 TYPES = "\n".join(f"e{i}\t{'abc'[i % 3]}" for i in range(0, 60, 2))
@@ -136,19 +136,6 @@ def test_they_equal_those_of_the_loader(graph, case):
 def test_the_cpu_makes_the_batches_of_a_sampler_that_works_only_there(graph):
     maker = batches_of(graph, "another package", "device")
     assert maker.device == CPU and maker.resident is None
-
-
-@pytest.mark.parametrize("engine", [
-    {"entities.engine": "handrolled", "train.accumulation": 2},
-    {"train.pipeline": "sparse_dist", "negatives.filtered": True},
-], ids=str)  # fmt: skip
-def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
-    runs = []
-    for where in ("cpu", "device"):
-        config = config_of(graph.store.path, tmp_path / where, **engine, **{"train.batches": where})
-        runs.append(fit(config).parameters)
-    assert largest_difference(*runs) == 0
-    assert all(x.isfinite().all() for x in runs[0].values())
 
 
 @pytest.mark.parametrize("free, memory, where", [

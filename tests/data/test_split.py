@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from file_rows import read
+from file_rows import labelled, read
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_runs import config_of
@@ -60,14 +60,9 @@ def split(folder, rows: Any, seed: int = 0, columns: Any = None, **options) -> T
 
 def parts_of(store: TripleStore) -> list[set[tuple[str, str, str]]]:
     """Return the triples of train, valid and test."""
-    results = []
-    for name in SPLITS:
-        heads, relations, tails = store.split(name).T
-        columns = store.entities.labels(heads), store.relations.labels(relations)
-        labelled = [*zip(*columns, store.entities.labels(tails), strict=True)]
-        assert len(set(labelled)) == len(labelled)
-        results.append(set(labelled))
-    return results
+    parts = [labelled(store, name) for name in SPLITS]
+    assert all(len(set(part)) == len(part) for part in parts)
+    return [*map(set, parts)]
 
 
 def first_times(rows: Sequence[Row]) -> dict[tuple[str, str, str], int]:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_rows import labelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of
@@ -44,11 +45,6 @@ def types_of(store: TripleStore) -> dict[str, set[str]]:
     own = [types.ids[a:b].tolist() for a, b in pairwise(bounds)]
     assert all(kinds == sorted(set(kinds)) for kinds in own)
     return {label: {names[k] for k in kinds} for label, kinds in zip(labels, own, strict=True)}
-
-
-def triples_of(store: TripleStore, split: str = "train") -> set[tuple[str, str, str]]:
-    entities, relations = store.entities.array.to_pylist(), store.relations.array.to_pylist()
-    return {(entities[h], relations[r], entities[t]) for h, r, t in store.split(split)}
 
 
 def write(path, rows, form="{}\t{}\t{}\n"):
@@ -100,7 +96,7 @@ def test_every_source_of_types_gives_the_same_store(graph, tmp_path, source):
         else:
             write(folder / f"{name}.tsv", [*rows, *(extra if name == "train" else [])])
     store = prepare(graph if source == "edges" else folder, tmp_path / "s", data)
-    assert (triples_of(store), triples_of(store, "test")) == (set(TRAIN), set(TEST))
+    assert set(labelled(store)) == set(TRAIN) and labelled(store, "test") == TEST
     assert types_of(store) == {label: {kind} for label, kind in KINDS.items()}
     assert store.report["types"]["sizes"] == {"author": 1, "place": 2, "user": 3}
     assert store.report["types"]["ends"] == ENDS and store.size.typed
@@ -126,7 +122,7 @@ def test_ids_of_types_have_equal_shares_in_each_part(tmp_path_factory, rows):
     by_type = [[label for label in plain if label[0] == kind] for kind in "abc"]
     expected = [label for part in range(PARTS) for own in by_type for label in own[part::PARTS]]
     assert store.entities.array.to_pylist() == expected
-    assert triples_of(store) == set(triples) and len(store.train) == len(triples)
+    assert labelled(store) == triples
     assert types_of(store) == {label: {label[0]} for label in expected}
     ends = {(r, *pair) for r, pairs in store.report["types"]["ends"].items() for pair in pairs}
     assert ends == {(r, h[0], t[0]) for h, r, t in triples}
@@ -271,7 +267,7 @@ def test_typed_graphs_of_one_file_are_split_by_any_seed(tmp_path):
                         progress=False, log_notes=False)  # fmt: skip
         ends = store.report["types"]["ends"]["likes"]
         assert sorted(ends) == [["user", "author"], ["user", "item"]]
-        held_out += ("user:1", "likes", "author:2") not in triples_of(store)
+        held_out += ("user:1", "likes", "author:2") not in labelled(store)
     assert held_out
 
 
@@ -315,7 +311,7 @@ def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
     (graph.parent / "friends.csv").write_text("a,d\n")
     graph.write_text("edges: [{file: friends.csv, head: author, relation: follows, tail: user}]")
     described = extend_store(store, graph, tmp_path / "w")  # a description may give other ends
-    assert ("author:a", "follows", "user:d") in triples_of(described)
+    assert ("author:a", "follows", "user:d") in labelled(described)
     assert described.report["types"]["ends"]["follows"] == [["author", "user"], ["user", "user"]]
     plain = prepare({"train": TRAIN}, tmp_path / "plain")
     for old, source, said in (
