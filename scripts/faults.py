@@ -84,7 +84,7 @@ queries = store.side_index("train", OTHER[side]).queries => queries = store.side
 return triples[:, answer_column(side)] => return triples[:, 2]
 [data/store/filter_index.py: data/test_known.py]
 return self.starts[place], self.starts[place + is_known] => return self.starts[place], self.starts[np.minimum(place + 1, len(self.starts) - 1)]
-anchors, answers = (heads, tails) if side == "tail" else (tails, heads) => anchors, answers = (heads, tails)
+anchor = TAIL - answer_column(side) => anchor = answer_column(side)
 low, last = np.array([first, stop - 1], values.dtype) => low, last = np.array([first, stop], values.dtype)
 [data/parts.py: data/test_parts.py]
 return rank * self.buffer_rows + place[part] * self.part_rows + row => return rank * self.buffer_rows + part * self.part_rows + row

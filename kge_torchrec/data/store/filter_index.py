@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kge_torchrec.data import SIDES
+from kge_torchrec.data import RELATION, SIDES, TAIL, answer_column
 from kge_torchrec.data.sort import sorted_rows
 
 FEW = 8  # queries looked up by numpy: `search`, which is compiled, takes half a second to load
@@ -85,10 +85,13 @@ def _places(ascending: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.n
 
 def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations: int) -> SideIndex:
     """Return the index of ``triples`` (T, 3) that answers queries for ``side``."""
-    heads, relations, tails = triples.T
-    anchors, answers = (heads, tails) if side == "tail" else (tails, heads)
-    sizes = (num_entities, num_relations, num_entities)
-    anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
+    anchor = TAIL - answer_column(side)
+    columns = [triples[:, column] for column in (anchor, RELATION, answer_column(side))]
+    low = int(columns[0].min()) if len(triples) else 0
+    count = int(columns[0].max()) + 1 - low if len(triples) else 0
+    columns[0] = columns[0] - low  # keys of a part of a graph, whose anchors are close, are shorter
+    anchors, relations, answers = sorted_rows(columns, (count, num_relations, num_entities))
+    anchors += low
     keys = keys_of(anchors, relations)
     del anchors, relations  # they are as large as the queries and starts of many graphs
     return SideIndex.of_sorted(keys, answers)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from kge_torchrec import files
-from kge_torchrec.data import HEAD, RELATION, TAIL
+from kge_torchrec.data import OTHER, SIDES, Side, answer_column
 from kge_torchrec.data.labels import mapped
-from kge_torchrec.data.sort import id_counts, pieces_by_id, sorted_rows
+from kge_torchrec.data.sort import id_counts, pieces_by_id
 from kge_torchrec.data.store import META, degrees_name, index_name
-from kge_torchrec.data.store.filter_index import SideIndex, keys_of
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.errors import StoreError
 
 ALL_ROWS = 1 << 62  # rows in memory where nothing bounds them
@@ -40,52 +40,36 @@ def write_indices(
     indices: dict[str, dict[str, SideIndex]] = {}
     for split, rows in triples.items():
         indices[split] = {}
-        for side, column in (("tail", HEAD), ("head", TAIL)):
-            degrees = id_counts(rows[:, column], sizes[0])
-            if split == "train":
-                np.save(folder / degrees_name("head" if column == HEAD else "tail"), degrees)
+        for side in SIDES:
             paths = [folder / index_name(split, side, part) for part in SideIndex._fields]
-            _write_side(paths, rows, column, degrees, sizes, most)
+            degrees = _write_side(paths, rows, side, sizes, most)
+            if split == "train":
+                np.save(folder / degrees_name(OTHER[side]), degrees)
             indices[split][side] = SideIndex(*(np.load(path, mmap_mode="r") for path in paths))
     return indices
 
 
 def _write_side(
-    paths: list[Path],
-    rows: np.ndarray,
-    column: int,
-    degrees: np.ndarray,
-    sizes: tuple[int, int],
-    most: int,
-) -> None:
-    """Write the index of queries with the anchors of a column, as `build_side` returns it.
+    paths: list[Path], rows: np.ndarray, side: Side, sizes: tuple[int, int], most: int
+) -> np.ndarray:
+    """Write the index of queries for a side; return how many triples each anchor has, (N,).
 
     Ranges of anchors are sorted one after another.
     """
-    folder, done = paths[0].parent, 0
+    folder, column, done = paths[0].parent, answer_column(OTHER[side]), 0
+    degrees = id_counts(rows[:, column], sizes[0])
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in paths]
         for part, _ in pieces_by_id(rows, column, degrees, most, folder):
-            if not len(part):
-                continue
-            anchors, relations, answers = (part[:, x] for x in (column, RELATION, TAIL - column))
-            low = int(anchors.min())  # shorter keys: those of one part have close anchors
-            own_sizes = int(anchors.max()) - low + 1, sizes[1], sizes[0]
-            anchors, relations, answers = sorted_rows(
-                (anchors - low, relations, answers), own_sizes
-            )
-            anchors += low
-            by_row = keys_of(anchors, relations)
-            del anchors, relations
-            own = SideIndex.of_sorted(by_row, answers)
-            for file, values in zip(
-                files, (own.queries, own.starts[:-1] + done, answers), strict=True
-            ):
-                file.write(values.data)
-            done += len(answers)
+            own = build_side(side, part, *sizes)
+            arrays = own.queries, own.starts[:-1] + done, own.answers
+            for file, array in zip(files, arrays, strict=True):
+                file.write(array.data)
+            done += len(part)
         files[1].write(np.int64(done).tobytes())
         for path, file, dtype in zip(paths, files, (np.int64, np.int64, np.int32), strict=True):
             np.save(path, mapped(file, dtype))
+    return degrees
 
 
 def check_writable(output: Path, overwrite: bool) -> None:
