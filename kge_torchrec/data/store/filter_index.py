@@ -89,7 +89,8 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     columns = [triples[:, column] for column in (anchor, RELATION, answer_column(side))]
     low = int(columns[0].min()) if len(triples) else 0
     count = int(columns[0].max()) + 1 - low if len(triples) else 0
-    columns[0] = columns[0] - low  # keys of a part of a graph, whose anchors are close, are shorter
+    if low:  # in a part of a graph, anchors are close: keys are shorter
+        columns[0] = columns[0] - low
     anchors, relations, answers = sorted_rows(columns, (count, num_relations, num_entities))
     anchors += low
     keys = keys_of(anchors, relations)
