@@ -15,15 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kge_torchrec.data import (
-    ENTITY,
-    FEATURES,
-    OTHER,
-    RELATION,
-    SIDES,
-    Side,
-    answer_column,
-)
+from kge_torchrec.data import ENTITY, FEATURES, OTHER, RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.errors import DataError
@@ -113,10 +105,10 @@ class Ends:
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) may be on a side of its relation (B,): (B,) bool."""
-        allowed, is_new = self._allowed[side][relations], entities >= len(self._type)
-        fits = allowed[np.arange(len(entities)), self.types_of(np.where(is_new, 0, entities))]
+        allowed, is_new = self._allowed[side], entities >= len(self._type)
+        fits = allowed[relations, self.types_of(np.where(is_new, 0, entities))]
         possible = self._new[entities[is_new] - len(self._type)]
-        fits[is_new] = (allowed[is_new] & possible).any(1)
+        fits[is_new] = (allowed[relations[is_new]] & possible).any(1)
         return fits
 
     def types_of(self, entities: np.ndarray) -> np.ndarray:
@@ -139,11 +131,9 @@ class Ends:
         if wrong.any():
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
             right = np.flatnonzero(self._allowed[side][relation])
-            own = (
-                [self._type[entity]]
-                if entity < len(self._type)
-                else np.flatnonzero(self._new[entity - len(self._type)])
-            )
+            own = self._type[entity : entity + 1]
+            if entity >= len(self._type):
+                own = np.flatnonzero(self._new[entity - len(self._type)])
             said, should = (" or ".join(self.names[k] for k in kinds) for kinds in (own, right))
             raise DataError(
                 f"the {side} {self._entities[entity]!r} is a {said}; "
