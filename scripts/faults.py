@@ -66,7 +66,7 @@ found.pop(WEIGHT, None) => pass
 isinstance(node.op, ast.And) else pc.or_kleene => True else pc.or_kleene
 [data/leaks.py: reports/test_data_check.py]
 once = codes // 2 <= others // 2 => once = codes <= others
-[data/type_sources.py: data/test_node_types.py]
+[data/type_sources.py: data/test_types.py]
 if is_whole or self._is_described else => if is_whole else
 [data/negatives.py: data/test_negatives.py]
 return facts if others is None else facts | others => return facts
