@@ -58,6 +58,7 @@ number += gap <= number => number += gap < number
 number = self._number + lines => number = 1 + lines
 [data/readers/rdf.py: data/test_rdf.py]
 is_literal[is_literal] = _as => _ = _as
+special != 2 * np.count_nonzero(_as_numpy(iris)) => special != 2 * pc.sum(iris).as_py()
 [data/readers/fields.py: data/test_forms.py -k python]
 known.null_count * 2 <= len(ids) => True
 [data/readers/columns.py: data/test_forms.py -k python]

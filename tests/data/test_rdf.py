@@ -92,6 +92,15 @@ def test_lines_with_any_gaps(tmp_path):
     assert sorted(dropped) == sorted([rows[0], rows[4]]) and source.literals.total() == 3
 
 
+@pytest.mark.parametrize("usual", [0, 5])
+@pytest.mark.parametrize("block", [60, 1 << 20])
+def test_blocks_of_unusual_lines_alone(tmp_path, monkeypatch, usual, block):
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", block)
+    (tmp_path / "x.nt").write_bytes(b"<a> <r> <b> .\n" * usual + b"<a>  <r>  <c> .\n" * 9)
+    rows, _ = read(tmp_path / "x.nt", literals="drop")
+    assert sorted(rows) == [("a", "r", "b")] * usual + [("a", "r", "c")] * 9
+
+
 @pytest.mark.parametrize("block", [100, 1 << 20])
 def test_escaped_labels_equal_unescaped_ones(tmp_path, monkeypatch, block):
     monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", block)
