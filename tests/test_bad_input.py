@@ -1,25 +1,255 @@
 """Every verb says what is wrong with bad input: an exit code and a sentence, never a traceback.
 
 ``bad_inputs.tsv`` holds a case per line: exit code, command and the first line of the message,
-which ends with an ellipsis where another library, or a version of Python, words the rest.
-``bad_inputs.py`` makes the files that the commands name.  A new case needs the first two columns;
-the failing test prints the third.
+which ends with an ellipsis where another library, or a version of Python, words the rest. The
+commands run in a folder with the broken files, stores, runs and exports that are made here.  A new
+case needs the first two columns; the failing test prints the third.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
+import re
 import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from bad_inputs import make_world
+from grown_runs import base_config
+from training_runs import tiny_store
 
-from kge_torchrec import cli
+from kge_torchrec import api, cli
 from kge_torchrec.cli import main
 
 pytestmark = pytest.mark.slow
+
+FILES = {
+    # Triples
+    "empty.tsv": b"",
+    "blank.tsv": b"\n\n\n",
+    "one.tsv": b"a\tr\tb\n",
+    "good.tsv": b"".join(b"a%d\tr\tb%d\n" % (i, i) for i in range(30)),
+    "more.tsv": b"e1\tr0\tx1\nx1\tr1\te2\n",
+    "known.tsv": b"e0\tr0\te1\n",
+    "unnamed": b"a\tr\tb\n",
+    "words.doc": b"a\tr\tb\n",
+    "fields2.tsv": b"a\tr\tb\na\tr\n",
+    "fields5.tsv": b"a\tr\tb\nc\tr\td\te\tf\n",
+    "empty_label.tsv": b"a\tr\tb\n\tr\tb\n",
+    "blank_label.tsv": b"a\tr\tb\n \tr\tb\n",
+    "nul.tsv": b"a\tr\tb\na\x00b\tr\tb\n",
+    "long.tsv": b"a\tr\tb\n" + b"x" * 70_000 + b"\tr\tb\n",
+    "latin1.tsv": b"a\tr\tb\ncaf\xe9\tr\tb\n",
+    "utf16.tsv": "a\tr\tb\n".encode("utf-16"),
+    "surrogate.tsv": b"a\tr\tb\n\xed\xa0\x80\tr\tb\n",
+    "open_quote.csv": b'a,r,b\n"c,r,d\n',
+    "after_quote.csv": b'a,r,b\n"c"d,r,e\n',
+    "header_only.tsv": b"head\trelation\ttail\n",
+    "unknown_header.tsv": b"from\tvia\tto\tsince\na\tr\tb\t3\n",
+    "header.tsv": b"head\trelation\ttail\na\tr\tb\nb\tr\tc\n",
+    "weight_word.tsv": b"head\trelation\ttail\tweight\na\tr\tb\theavy\n",
+    "weight_zero.tsv": b"head\trelation\ttail\tweight\na\tr\tb\t0\n",
+    "weight_nan.tsv": b"head\trelation\ttail\tweight\na\tr\tb\tnan\n",
+    "not.gz": b"a\tr\tb\n",
+    "not.tsv.gz": b"a\tr\tb\n",
+    "cut.tsv.gz": b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03KT(R",
+    "not.tsv.zst": b"a\tr\tb\n",
+    "not.tsv.bz2": b"a\tr\tb\n",
+    "not.parquet": b"a\tr\tb\n",
+    "words.nt": b"a r b\n",
+    "no_dot.nt": b"<a:b> <a:r> <a:c>\n",
+    "literal.nt": b'<a:b> <a:r> "c" .\n',
+    "escape.nt": b"<a:b> <a:r> <a:\\q> .\n",
+    "code.nt": b"<a:b> <a:r> <a:\\uD800> .\n",
+    "open.nt": b'<a:b> <a:r> "c .\n',
+    "broken.ttl": b"@prefix x: <a:> .\nx:a x:r x:b\n",
+    "broken.rdf": b"<rdf><a></rdf>",
+    # Queries
+    "asked.tsv": b"e1\tr0\t?\n",
+    "asked_empty.tsv": b"",
+    "asked_comments.tsv": b"\n\n",
+    "asked_two.tsv": b"e1\tr0\n",
+    "asked_nothing.tsv": b"e1\tr0\te2\n",
+    "asked_all.tsv": b"?\tr0\t?\n",
+    "asked_unknown.tsv": b"nobody\tr0\t?\n",
+    "asked_latin1.tsv": b"caf\xe9\tr0\t?\n",
+    "asked_list.tsv": b'["e1", "r0"]\n',
+    "asked_unicode.tsv": "e1\u202e\tr0\t?\n".encode(),
+    "scored.tsv": b"e1\tr0\te2\n",
+    "scored_open.tsv": b"e1\tr0\t?\n",
+    "scored_unknown.tsv": b"e1\tr0\te2\ne1\tr9\te2\n",
+    # Types
+    "types_three.tsv": b"e1\tt\tu\n",
+    "types_unknown.tsv": b"nobody\tt\n",
+    "types_empty.tsv": b"",
+    # Configs
+    "c.yaml": b"data: {path: store}\nmodel: {dim: 8}\ntrain: {epochs: 1}\n",
+    "c_empty.yaml": b"",
+    "c_tab.yaml": b"data:\n\tpath: store\n",
+    "c_open.yaml": b"data: {path: [store\n",
+    "c_list.yaml": b"- data\n",
+    "c_word.yaml": b"store\n",
+    "c_latin1.yaml": b"data: {path: caf\xe9}\n",
+    "c_nul.yaml": b"data: {path: \x00}\n",
+    "c_unknown.yaml": b"data: {path: store}\nmodle: {dim: 8}\n",
+    "c_unknown_inner.yaml": b"data: {path: store}\nmodel: {dims: 8}\n",
+    "c_type.yaml": b"data: {path: store}\nmodel: {dim: eight}\n",
+    "c_section.yaml": b"data: store\n",
+    "c_null.yaml": b"data: null\n",
+    "c_two.yaml": b"data: {path: store}\n---\nmodel: {dim: 8}\n",
+    "c_tag.yaml": b"data: {path: !!python/object:os.system x}\n",
+    "c_alias.yaml": b"data: {path: *nowhere}\n",
+    "c_store.yaml": b"data: {path: nowhere}\n",
+    # Spaces of tune
+    "space_empty.yaml": b"",
+    "space_list.yaml": b"- train.lr\n",
+    "space_unknown.yaml": b"train.learning: [0.01, 0.1]\n",
+    "space_word.yaml": b"train.lr: fast\n",
+    "space_open.yaml": b"train.lr: [0.01\n",
+    "space_range.yaml": b"train.lr: {low: 1, high: 0.1}\n",
+    # Vectors and others
+    "vectors.npy": b"",
+    "vectors.txt": b"e1 0.1 0.2\ne2 0.3\n",
+}
+
+
+def _tables(folder: Path) -> None:
+    """Parquet files, and folders of triples."""
+    column = pa.array(["a", "b"])
+    pq.write_table(pa.table({"head": column, "tail": column}), folder / "two.parquet")
+    pq.write_table(
+        pa.table({"head": pa.array(["a", None]), "relation": column, "tail": column}),
+        folder / "null.parquet",
+    )
+    pq.write_table(
+        pa.table({"label": ["e1", "e2"], "vector": [[0.1, 0.2], [0.1]]}), folder / "ragged.parquet"
+    )
+    np.save(folder / "short.npy", np.zeros((3, 8), np.float32))
+    np.save(folder / "flat.npy", np.zeros(37 * 8, np.float32))
+    for name, splits in {
+        "splits": {"train": "good.tsv", "valid": "one.tsv", "test": "one.tsv"},
+        "no_train": {"valid": "good.tsv", "test": "good.tsv"},
+        "new_relation": {"train": "one.tsv", "valid": "more.tsv", "test": "one.tsv"},
+        "twice": {"train": "good.tsv"},
+    }.items():
+        (folder / name).mkdir()
+        for split, content in splits.items():
+            (folder / name / f"{split}.tsv").write_bytes(FILES[content])
+    (folder / "twice" / "train.csv").write_bytes(b"a,r,b\n")
+    (folder / "empty_folder").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "notes.txt").write_text("mine")
+    (folder / "link").symlink_to("nowhere")
+
+
+def _newest(run: Path) -> Path:
+    return next((run / "checkpoints").iterdir())
+
+
+def _data_path(path, value):
+    path.write_text(re.sub(r"path: .*store$", f"path: {value}", path.read_text(), flags=re.M))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _flip(file: Path, byte: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 0x55
+    file.write_bytes(content)
+
+
+def _other_store(export: Path) -> None:
+    """Replaces the store by another one whose files have the same sizes."""
+    sizes = {f"store/{x.name}": x.stat().st_size for x in Path("other_store").iterdir()}
+    shutil.rmtree(export / "store")
+    shutil.copytree("other_store", export / "store")
+    files = json.loads((export / "config.json").read_text())["files"]
+    kept = {name: size for name, size in files.items() if not name.startswith("store/")}
+    _edit(export / "config.json", files=kept | sizes)
+
+
+def _edit(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# How a copy of the run, the store or the export is broken, by the name of the copy.
+BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
+    "run": {
+        "run_no_config": lambda run: (run / "config.yaml").unlink(),
+        "run_cut_config": lambda run: (run / "config.yaml").write_text("model: {dim: [8"),
+        "run_other_dim": lambda run: (run / "config.yaml").write_text(
+            (run / "config.yaml").read_text().replace("dim: 8", "dim: 16")
+        ),
+        "run_no_checkpoints": lambda run: shutil.rmtree(run / "checkpoints"),
+        "run_no_numbers": lambda run: (_newest(run) / "rank-00000.safetensors").unlink(),
+        "run_cut_numbers": lambda run: _cut(_newest(run) / "rank-00000.safetensors"),
+        "run_flipped_numbers": lambda run: _flip(_newest(run) / "rank-00000.safetensors", 5000),
+        "run_no_manifest": lambda run: (_newest(run) / "manifest.json").unlink(),
+        "run_cut_manifest": lambda run: _cut(_newest(run) / "manifest.json"),
+        "run_other_store": lambda run: _data_path(run / "config.yaml", "other_store"),
+        "run_gone_store": lambda run: _data_path(run / "config.yaml", "gone"),
+        "run_bad_calibration": lambda run: (run / "calibration.json").write_text("{}"),
+        "run_cut_calibration": lambda run: (run / "calibration.json").write_text("{"),
+    },
+    "store": {
+        "store_no_meta": lambda store: (store / "meta.json").unlink(),
+        "store_cut_meta": lambda store: _cut(store / "meta.json"),
+        "store_version": lambda store: _edit(store / "meta.json", version=99),
+        "store_few_keys": lambda store: (store / "meta.json").write_text(
+            '{"format": "kge-torchrec triple store", "version": 2}'
+        ),
+        "store_count": lambda store: _edit(store / "meta.json", num_entities=36),
+        "store_no_train": lambda store: (store / "train.npy").unlink(),
+        "store_cut_train": lambda store: _cut(store / "train.npy"),
+        "store_flipped_train": lambda store: _flip(store / "train.npy", 512),
+        "store_no_files": lambda store: [file.unlink() for file in store.glob("*.arrow")],
+        "store_cut_labels": lambda store: _cut(store / "entities.arrow"),
+        "store_no_labels": lambda store: (store / "entities.arrow").unlink(),
+        "store_cut_known": lambda store: _cut(store / "known-train-head-answers.npy"),
+    },
+    "export": {
+        "export_no_model": lambda export: (export / "config.json").unlink(),
+        "export_cut_model": lambda export: _cut(export / "config.json"),
+        "export_list_model": lambda export: (export / "config.json").write_text("[]"),
+        "export_version": lambda export: _edit(export / "config.json", version=99),
+        "export_scorer": lambda export: (export / "config.json").write_text(
+            (export / "config.json").read_text().replace('"complex"', '"nothing"')
+        ),
+        "export_no_table": lambda export: (export / "entities.safetensors").unlink(),
+        "export_cut_table": lambda export: _cut(export / "entities.safetensors"),
+        "export_no_scorer": lambda export: (export / "scorer.safetensors").unlink(),
+        "export_cut_scorer": lambda export: _cut(export / "scorer.safetensors"),
+        "export_no_labels": lambda export: (export / "store" / "entities.arrow").unlink(),
+        "export_cut_known": lambda export: _cut(export / "store" / "known-train-head-answers.npy"),
+        "export_flipped_train": lambda export: _flip(export / "store" / "train.npy", 512),
+        "export_other_store": lambda export: _other_store(export),
+    },
+}  # fmt: skip
+
+
+def make_world(folder: Path) -> None:
+    """Writes all of them; the working directory is this folder."""
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    _tables(folder)
+    tiny_store(Path("store"))
+    tiny_store(Path("other_store"), entities=30)
+    run = api.train(base_config(Path("store"), Path("run")))
+    run.export("export")
+    run.close()
+    for source, copies in BROKEN.items():
+        for name, damage in copies.items():
+            copy = shutil.copytree(folder / source, folder / name)
+            damage(copy)
+
 
 with (Path(__file__).parent / "bad_inputs.tsv").open(encoding="utf-8", newline="") as _file:
     CASES = list(csv.reader(_file, delimiter="\t", quoting=csv.QUOTE_NONE))

@@ -143,10 +143,12 @@ def test_every_key_is_listed():
 
 @dataclass
 class Marked:
-    """Options of a part, one of them text."""
+    """Options of a part, of several types."""
 
     mark: str = "2020"
     at: int = 2020
+    numbers: list[float] | None = None
+    one: int | bool = 0
 
 
 def test_text_that_looks_like_a_number_stays_text(written):
@@ -158,6 +160,13 @@ def test_text_that_looks_like_a_number_stays_text(written):
     labels = load_config(None, ["--data.labels.id_column=0", "--data.labels.label_column=a"])
     assert (labels.data.labels.id_column, labels.data.labels.label_column) == (0, "a")
     assert parse_options(Marked, {"mark": Typed("2020"), "at": Typed("2020")}, "x") == Marked()
+
+
+def test_options_have_the_types_of_their_fields():
+    made = parse_options(Marked, {"numbers": [1, 2], "one": True}, "x")
+    assert made.numbers == [1.0, 2.0] and type(made.numbers[0]) is float and made.one is True
+    with pytest.raises(ConfigError, match=r"x\.numbers must be a list or null, got 1"):
+        parse_options(Marked, {"numbers": "1"}, "x")
 
 
 def test_count_without_effect_is_accepted_from_a_saved_file_or_where_the_line_takes_it(written):
@@ -281,6 +290,12 @@ def test_wrong_value_is_rejected_with_its_key_and_in_a_file_its_line(written, te
     words = [f"--{line}".split(": ", 1) for line in text.replace("'", "").splitlines()]
     assert error_of([word for pair in words for word in pair]).startswith(message)
     assert error_of(["=".join(pair) for pair in words]).startswith(message)
+
+
+def test_error_of_an_override_names_no_line_of_the_file(written):
+    path = written("train: {lr: 0.1}\nmodel: {scorer: keci, options: {p: 1}}\n")
+    assert error_of(["--train.lr=-1"], path).startswith("train.lr must be a number > 0")
+    assert error_of(["--model.options={p: -1}"], path).startswith("model.options.p must be")
 
 
 @pytest.mark.parametrize("text, meant", [

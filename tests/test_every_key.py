@@ -118,9 +118,8 @@ class Effects:
         def fully_shard(module, *, mesh, reshard_after_forward, offload_policy):
             self.options.append((reshard_after_forward, type(offload_policy).__name__))
 
-        with patch.object(torch, "compile", compile), ExitStack() as stack:
-            if self.config.dense.options != Config().dense.options:
-                stack.enter_context(patch.object(dense, "fully_shard", fully_shard))
+        sharding = patch.object(dense, "fully_shard", fully_shard)
+        with patch.object(torch, "compile", compile), sharding:
             session = Session(self.config, RunFolder(self.folder), self.ranks)
         self.start = {
             "start_of_table": plain(session.backend.shard().rows),

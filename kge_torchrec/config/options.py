@@ -116,8 +116,7 @@ def _converted(value: Any, kinds: tuple[Any, ...]) -> Any:
                 return _converted(text, others)
         value = text
         kinds = tuple(kind for kind in kinds if kind is str)
-    exact = [kind for kind in kinds if (get_origin(kind) or kind) is type(value)]
-    for kind in (*exact, *kinds):
+    for kind in kinds:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return _one_converted(value, get_origin(kind) or kind, get_args(kind))
     raise TypeError
