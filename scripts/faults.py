@@ -197,7 +197,7 @@ np.where(own.triples < 0, count + number, own.triples) => np.where(own.triples <
 mask = np.stack([~np.isin(ids, answers[relations == one]) for one in distinct]) => mask = np.stack([np.isin(ids, answers) | True for one in distinct])
 places - (bounds - sizes)[run], total => places - bounds[run] + sizes[0], total
 [ranking/neighbors.py: ranking/test_baselines.py]
-users[np.append(self._users, -1)[users] != wanted] = -1 => pass @@ ranking/test_baselines.py -k loops
+sums[query, listed[place] - first] += cosines[place] => sums[query, listed[place] - first] = cosines[place] @@ ranking/test_baselines.py -k loops
 [ranking/recommendation.py: ranking/test_recommendation.py]
 position = np.arange(len(user)) - np.repeat(starts, counts) + 1 => position = np.arange(len(user)) - np.repeat(starts, counts)
 counts.better + counts.equal / 2 => counts.better
