@@ -74,16 +74,18 @@ def test_one_object_a_line(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lines.HANDLER, "as_json", False)
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))
-    config_of(store, tmp_path / "run", evaluation__every=1).save(tmp_path / "my.yaml")
+    keys = {"evaluation__every": 1, "train__log_every": 2}
+    config_of(store, tmp_path / "run", **keys).save(tmp_path / "my.yaml")
     assert main(["train", str(tmp_path / "my.yaml"), "--log-format", "json"]) == 0
     objects = list(map(json.loads, capsys.readouterr().err.splitlines()))
     kinds = [one["kind"] for one in objects]
     assert kinds.count("epoch") == kinds.count("valid") == 2 and "note" in kinds
     assert all(one["time"] and one["text"] for one in objects)
     losses = [one["loss"] for one in objects if one["kind"] == "epoch"]
-    assert losses == [
-        x["loss"] for x in RunFolder(tmp_path / "run").load_metrics() if x["kind"] == "epoch"
-    ]
+    metrics = RunFolder(tmp_path / "run").load_metrics()
+    assert losses == [x["loss"] for x in metrics if x["kind"] == "epoch"]
+    first, second, last, *_ = (x["loss"] for x in metrics if x["kind"] == "step")
+    assert losses[0] == pytest.approx((2 * first + 2 * second + last) / 5)  # of five steps
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):
