@@ -156,7 +156,9 @@ def test_files_are_sent_once_and_replaced_under_another_manifest(triples, tmp_pa
     assert checkpoints() == ["step-000000000025"]  # those before are pruned there too
     name, fs = f"checkpoints/{checkpoints()[0]}/manifest.json", MemoryFileSystem()
     fs.pipe_file(f"/copies/run/{name}", b"{}")
-    api.resume(run.path, {"train.epochs": 5}).close()
+    with sending(lambda name, file: sent.append(name)):
+        api.resume(run.path, {"train.epochs": 5}).close()
+    assert len(sent) == len(set(sent)) + 1  # its rows came again, before the manifest
     assert fs.cat_file(f"/copies/run/{name}") == (run.path / name).read_bytes()
 
 
