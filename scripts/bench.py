@@ -6,8 +6,8 @@
 FB15K237 is a folder with train.txt, valid.txt and test.txt of FB15k-237, which is not in this
 repository. Sections (default: all):
 
-    training   dim 256, Adam, tail queries: bce with 128 negatives that a batch shares, and against
-               all entities in batches of 512 (1vsall with softmax, kvsall with bce)
+    training   dim 256, Adam, tail queries: bce with 128 negatives, shared by a batch or per triple,
+               and against all entities in batches of 512 (1vsall with softmax, kvsall with bce)
     ranking    filtered ranks of test, both sides, ComplEx with dim 256
     prepare    a store of --triples lines, beside pyarrow's bare reading and numbering of the file
     start-up   seconds of whole commands
@@ -17,8 +17,9 @@ repository. Sections (default: all):
 The floor (peers/floor.py) is the same work in plain torch with gradients derived by hand. Both
 sides run in separate processes, alternating. A figure is the median over processes of their
 medians. If the processes of a side differ by more than --spread, two more pairs run; if they still
-differ, the figure is marked "unquiet". --with-peers names a Python that has PyKEEN or
-PyTorch-BigGraph (peers/README.md); BigGraph corrupts both ends, so here a triple counts twice too.
+differ, the figure is marked "unquiet". --with-peers names a Python that has PyKEEN, PyTorch
+Geometric, dice-embeddings or PyTorch-BigGraph (peers/README.md). The first three have negatives per
+triple; BigGraph shares them and corrupts both ends, so here a triple counts twice too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ KEEP = {
     "GOMP_SPINCOUNT": "300000",
 }
 SCORERS = {"complex": "ComplEx", "distmult": "DistMult", "transe_l1": "TransE", "rotate": "RotatE"}
-SAMPLED = {"shared-1024": (1024, 100), "shared-4096": (4096, 30)}  # batch size, steps of a block
+# batch size, negatives.chunk_size, steps of a block
+SAMPLED = {"shared-1024": (1024, 0, 100), "shared-4096": (4096, 0, 30), "per-triple": (1024, 1, 10)}
+PEERS_PER_TRIPLE = {  # module of a Python, script
+    "pykeen": "peer_pykeen.py",
+    "torch_geometric": "peer_pyg.py",
+    "dicee": "peer_dicee.py",
+}
 # Scorers measured against all entities. In bfloat16 only products are faster.
 FULL = {"1vsall": tuple(SCORERS), "kvsall": tuple(SCORERS), "1vsall-bf16": ("complex", "distmult")}
 RELATIONS, ROWS_AT_ONCE, DIM = 500, 1_000_000, 256
@@ -63,13 +70,15 @@ class Figure:
     unit: str
     ours: list[float]
     floor: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
     unquiet: bool = False
 
     def __str__(self) -> str:
         text = f"{self.name} {_spread(self.ours)} {self.unit}"
-        if self.floor:
-            ratio = statistics.median(self.ours) / statistics.median(self.floor)
-            text += f", floor {_spread(self.floor)}: {ratio:.3f} of it"
+        for name, rates in ("floor", self.floor), ("peer", self.peer):
+            if rates:
+                ratio = statistics.median(self.ours) / statistics.median(rates)
+                text += f", {name} {_spread(rates)}: {ratio:.3f} of it"
         return text + (" unquiet" if self.unquiet else "")
 
 
@@ -99,8 +108,8 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
         "threads": 2,
     }
     if work in SAMPLED:
-        batch, _ = SAMPLED[work]
-        values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": 0}
+        batch, chunk, _ = SAMPLED[work]
+        values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": chunk}
     else:
         batch = 512
         regime, _, precision = work.partition("-")
@@ -128,7 +137,7 @@ def train_here(data: Path, scorer: str, work: str, sides: str = "tail") -> list[
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
         trained = build_pipeline(config, session.backend, ranks)
-        steps = SAMPLED[work][1] if work in SAMPLED else 10
+        steps = SAMPLED[work][2] if work in SAMPLED else 10
         rates = []
         for epoch in range(4):
             stream = batches.epoch(epoch)
@@ -152,8 +161,8 @@ def train_floor(data: Path, scorer: str, work: str) -> list[float]:
     triples = torch.from_numpy(splits["train"])
     trainer: AllEntities | Sampled
     if work in SAMPLED:
-        batch, steps = SAMPLED[work]
-        trainer = Sampled(SCORERS[scorer], entities, relations, 256, 128)
+        batch, chunk, steps = SAMPLED[work]
+        trainer = Sampled(SCORERS[scorer], entities, relations, 256, 128, shared=chunk == 0)
     else:
         batch, steps = 512, 10
         trainer = AllEntities(entities, relations, 256, batch)
@@ -284,13 +293,19 @@ def training(options: argparse.Namespace) -> Iterator[Figure]:
             continue
         has_floor = work in SAMPLED or (scorer == "complex" and work != "kvsall")
         unit = "queries/s" if work == "kvsall" else "triples/s"
-        yield _pairs(options, name, unit, "train", has_floor, options.data, scorer, work)
-        if options.with_peers and work in SAMPLED and scorer in ("complex", "distmult"):
-            arguments = str(options.data), scorer, str(SAMPLED[work][0])
-            lines = _peer(options.with_peers, "peer_biggraph.py", *arguments).splitlines()
-            theirs = [float(line.split()[1]) for line in lines if line.endswith("queries/s")]
+        figure = _pairs(options, name, unit, "train", has_floor, options.data, scorer, work)
+        yield figure
+        if not options.with_peers:
+            continue
+        for module, script in PEERS_PER_TRIPLE.items() if work == "per-triple" else ():
+            if _has(options.with_peers, module):
+                theirs = _rates_of(options, script, SCORERS[scorer])
+                yield Figure(f"{name}-beside-{module}", unit, figure.ours, peer=theirs)
+        takes = work.startswith("shared") and scorer in ("complex", "distmult")
+        if takes and _has(options.with_peers, "torchbiggraph"):
+            theirs = _rates_of(options, "peer_biggraph.py", scorer, str(SAMPLED[work][0]))
             same = _worker("train_here", options.data, scorer, work, "both")
-            yield Figure(f"{name}-beside-biggraph", "queries/s", same, theirs)
+            yield Figure(f"{name}-beside-biggraph", "queries/s", same, peer=theirs)
 
 
 def ranking(options: argparse.Namespace) -> Iterator[Figure]:
@@ -322,7 +337,7 @@ def _pairs(
             break
         for side in list(rates)[:: 1 if repeat % 2 else -1]:
             rates[side].append(statistics.median(_worker(f"{work}_{side}", *arguments)))
-    return Figure(name, unit, rates["here"], rates.get("floor", []), differ())
+    return Figure(name, unit, rates["here"], rates.get("floor", []), unquiet=differ())
 
 
 def _worker(name: str, *arguments: object) -> list[float]:
@@ -331,6 +346,19 @@ def _worker(name: str, *arguments: object) -> list[float]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     command = [sys.executable, str(HERE), "--worker", name, *map(str, arguments)]
     return json.loads(_run(command, inherited | KEEP).splitlines()[-1])
+
+
+def _has(python: str, module: str) -> bool:
+    """Return whether a Python has a module installed."""
+    script = f"import importlib.util; raise SystemExit(not importlib.util.find_spec({module!r}))"
+    return subprocess.run([python, "-c", script]).returncode == 0
+
+
+def _rates_of(options: argparse.Namespace, script: str, *arguments: str) -> list[float]:
+    """Return the rates that a peer's script prints, one per line: name, rate, unit."""
+    lines = _peer(options.with_peers, script, str(options.data), *arguments).splitlines()
+    words = [line.split() for line in lines]
+    return [float(line[1]) for line in words if line[2:] in (["triples/s"], ["queries/s"])]
 
 
 def _peer(python: str, script: str, *arguments: str) -> str:
@@ -361,9 +389,9 @@ def start_up(options: argparse.Namespace) -> Iterator[Figure]:
 
 def whole(options: argparse.Namespace) -> Iterator[Figure]:
     """Train one model in PyKEEN and here, fp32 and as shipped; say minutes and test MRR."""
-    if not options.with_peers:
+    if not (options.with_peers and _has(options.with_peers, "pykeen")):
         return
-    arguments = str(options.data), "ComplEx", "--epochs", str(options.epochs)
+    arguments = str(options.data), "ComplEx", "--work", "whole", "--epochs", str(options.epochs)
     words = _peer(options.with_peers, "peer_pykeen.py", *arguments).split()
     yield Figure(f"pykeen: test mrr {float(words[-1]):.4f} in", "minutes", [float(words[1])])
     for name, changes in {"ours, fp32": ["--train.precision=fp32"], "ours": []}.items():
@@ -397,7 +425,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.2,
                         help="largest relative difference between processes of a side")  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN", help="of training, these names only")
-    parser.add_argument("--with-peers", metavar="PYTHON", help="a Python with PyKEEN or BigGraph")
+    parser.add_argument("--with-peers", metavar="PYTHON", help="a Python with another system")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of the section whole")
     parser.add_argument("--triples", type=int, default=5_000_000, help="lines to prepare")
     parser.add_argument("--json", type=Path)

@@ -21,7 +21,7 @@ from torch import Tensor
 SCORERS = ("ComplEx", "DistMult", "TransE", "RotatE")
 MARGIN = 9.0  # a distance d scores MARGIN - d
 TINY = 1e-12  # under the root of a modulus
-PIECE = 16  # queries whose distances are computed at a time
+PIECE = 16  # triples whose own negatives are scored at a time
 Splits = dict[str, np.ndarray]
 
 
@@ -91,10 +91,12 @@ def conjugate(a: Tensor) -> Tensor:
 
 
 class Sampled:
-    """Training on tail queries with bce and K negatives that the batch shares."""
+    """Training on tail queries with bce and K negatives, shared by the batch or per triple."""
 
-    def __init__(self, scorer: str, entities: int, relations: int, dim: int, negatives: int):
-        self.scorer, self.negatives = scorer, negatives
+    def __init__(
+        self, scorer: str, entities: int, relations: int, dim: int, negatives: int, shared: bool
+    ):
+        self.scorer, self.negatives, self.shared = scorer, negatives, shared
         self.entities = SparseAdam(entities, dim)
         self.relations = SparseAdam(relations, dim // 2 if scorer == "RotatE" else dim)
 
@@ -106,13 +108,13 @@ class Sampled:
         rows = self.relations.weight.index_select(0, relation)
         factor = torch.cat([rows.cos(), rows.sin()], 1) if self.scorer == "RotatE" else rows
         query = self._query(heads, factor)
-        of_query, of_tail, negatives, of_negatives = self._scored(query, tails)
+        of_pairs = self._shared if self.shared else self._per_triple
+        count, of_query, of_tail, negatives, of_negatives = of_pairs(query, tails)
         of_head, of_relation = self._of_factors(of_query, heads, rows, factor)
         self.relations.step_all(
             torch.zeros_like(self.relations.weight).index_add_(0, relation, of_relation)
         )
         ids, place = torch.unique(torch.cat([negatives, head, tail]), return_inverse=True)
-        count = self.negatives
         gradient = of_negatives(place[:count], len(ids))
         gradient.index_add_(0, place[count:], torch.cat([of_head, of_tail]))
         self.entities.step_rows(ids, gradient)
@@ -147,8 +149,7 @@ class Sampled:
         modulus = (apart[:, :half] ** 2 + apart[:, half:] ** 2).add_(TINY).sqrt_()
         return modulus.sum(1), apart / torch.cat([modulus, modulus], 1)
 
-    def _scored(self, query: Tensor, tails: Tensor) -> tuple:
-        """Return the gradients of queries and tails, the negatives, and a sum by their rows."""
+    def _shared(self, query: Tensor, tails: Tensor) -> tuple:
         batch, count = len(query), self.negatives
         ids = torch.randint(0, len(self.entities.weight), (count,))
         negatives = self.entities.weight.index_select(0, ids)
@@ -157,7 +158,7 @@ class Sampled:
             true = (torch.sigmoid((query * tails).sum(1)) - 1).mul_(true_weight)[:, None]
             slopes = torch.sigmoid(query @ negatives.T).mul_(weight)
             of_query = torch.addmm(true * tails, slopes, negatives)
-            return of_query, true * query, ids, _summed(slopes.T @ query)
+            return count, of_query, true * query, ids, _summed(slopes.T @ query)
         distance, direction = self._true_distance(query, tails)
         true = (torch.sigmoid(MARGIN - distance) - 1).mul_(true_weight)[:, None]
         of_tail = true * direction
@@ -169,7 +170,7 @@ class Sampled:
             of_rows = backward(
                 (-slopes).T.contiguous(), negatives, query, 1.0, distances.T.contiguous()
             )
-            return of_query - of_tail, of_tail, ids, _summed(of_rows)
+            return count, of_query - of_tail, of_tail, ids, _summed(of_rows)
         of_query, of_rows = -of_tail, torch.zeros_like(negatives)
         half = query.shape[1] // 2
         for at in range(0, batch, PIECE):
@@ -184,7 +185,49 @@ class Sampled:
             of_query[piece, half:] += imaginary.sum(1)
             of_rows[:, :half] -= real.sum(0)
             of_rows[:, half:] -= imaginary.sum(0)
-        return of_query, of_tail, ids, _summed(of_rows)
+        return count, of_query, of_tail, ids, _summed(of_rows)
+
+    def _per_triple(self, query: Tensor, tails: Tensor) -> tuple:
+        batch, count, dim = len(query), self.negatives, query.shape[1]
+        ids = torch.randint(0, len(self.entities.weight), (batch * count,))
+        true_weight, weight = 0.5 / batch, 0.5 / (batch * count)
+        if self.scorer in ("ComplEx", "DistMult"):
+            negatives = self.entities.weight.index_select(0, ids).view(batch, count, dim)
+            true = (torch.sigmoid((query * tails).sum(1)) - 1).mul_(true_weight)[:, None]
+            slopes = torch.sigmoid(torch.bmm(negatives, query[:, :, None]).squeeze(2)).mul_(weight)
+            of_query = torch.baddbmm((true * tails)[:, None], slopes[:, None], negatives)[:, 0]
+
+            def by_row(place: Tensor, rows: int) -> Tensor:
+                """Return sums of slope times query by a sparse product, without (B K, D)."""
+                order = torch.argsort(place)
+                starts = torch.searchsorted(place[order], torch.arange(rows + 1))
+                sparse = torch.sparse_csr_tensor(
+                    starts, order // count, slopes.view(-1)[order], (rows, batch),
+                    check_invariants=False,
+                )  # fmt: skip
+                return torch.sparse.mm(sparse, query)
+
+            return batch * count, of_query, true * query, ids, by_row
+        distance, direction = self._true_distance(query, tails)
+        true = (torch.sigmoid(MARGIN - distance) - 1).mul_(true_weight)[:, None]
+        of_tail = true * direction
+        of_query, of_rows = -of_tail, torch.empty(batch * count, dim)
+        for at in range(0, batch, PIECE):
+            own = slice(at * count, (at + PIECE) * count)
+            rows = self.entities.weight.index_select(0, ids[own]).view(-1, count, dim)
+            apart = query[at : at + PIECE, None] - rows
+            if self.scorer == "TransE":
+                slope = torch.sigmoid(MARGIN - apart.abs().sum(2)).mul_(-weight)[:, :, None]
+                apart.sign_().mul_(slope)
+            else:
+                real, imaginary = apart.chunk(2, 2)
+                modulus = torch.addcmul(real * real, imaginary, imaginary).add_(TINY).sqrt_()
+                slope = torch.sigmoid(MARGIN - modulus.sum(2)).mul_(-weight)[:, :, None] / modulus
+                real.mul_(slope)
+                imaginary.mul_(slope)
+            of_query[at : at + PIECE] += apart.sum(1)
+            torch.neg(apart.view(-1, dim), out=of_rows[own])
+        return batch * count, of_query, of_tail, ids, _summed(of_rows)
 
 
 def _summed(of_rows: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -245,29 +288,34 @@ def check() -> None:
     """Compare the gradients of every scorer with autograd's."""
     entities, relations, dim, batch, count = 50, 5, 8, 6, 4
     for scorer in SCORERS:
-        trainer = Sampled(scorer, entities, relations, dim, count)
-        trainer.entities.weight = torch.randn(entities, dim)
-        found: dict[str, Tensor] = {}
-        trainer.entities.step_rows = lambda ids, gradient, found=found: found.update(
-            entities=torch.zeros(entities, dim).index_add_(0, ids, gradient)
-        )
-        trainer.relations.step_all = lambda gradient, found=found: found.update(relations=gradient)
-        sizes = (entities, relations, entities)
-        triples = torch.stack([torch.randint(0, size, (batch,)) for size in sizes], 1)
-        torch.manual_seed(7)
-        trainer.step(triples)
-        rows = trainer.entities.weight.clone().requires_grad_()
-        factors = trainer.relations.weight.clone().requires_grad_()
-        torch.manual_seed(7)
-        negatives = torch.randint(0, entities, (count,)).expand(batch, count)
-        head, relation, tail = triples.unbind(1)
-        heads, factor = rows[head], factors[relation]
-        true = _score(scorer, heads, factor, rows[tail])
-        false = _score(scorer, heads[:, None], factor[:, None], rows[negatives])
-        loss = (F.softplus(-true).mean() + F.softplus(false).mean()) / 2
-        loss.backward()
-        torch.testing.assert_close(found["entities"], rows.grad, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found["relations"], factors.grad, atol=1e-5, rtol=0)
+        for shared in (True, False):
+            trainer = Sampled(scorer, entities, relations, dim, count, shared)
+            trainer.entities.weight = torch.randn(entities, dim)
+            found: dict[str, Tensor] = {}
+            trainer.entities.step_rows = lambda ids, gradient, found=found: found.update(
+                entities=torch.zeros(entities, dim).index_add_(0, ids, gradient)
+            )
+            trainer.relations.step_all = lambda gradient, found=found: found.update(
+                relations=gradient
+            )
+            sizes = (entities, relations, entities)
+            triples = torch.stack([torch.randint(0, size, (batch,)) for size in sizes], 1)
+            torch.manual_seed(7)
+            trainer.step(triples)
+            rows = trainer.entities.weight.clone().requires_grad_()
+            factors = trainer.relations.weight.clone().requires_grad_()
+            torch.manual_seed(7)
+            shape = (count,) if shared else (batch * count,)
+            negatives = torch.randint(0, entities, shape)
+            negatives = negatives.expand(batch, count) if shared else negatives.view(batch, count)
+            head, relation, tail = triples.unbind(1)
+            heads, factor = rows[head], factors[relation]
+            true = _score(scorer, heads, factor, rows[tail])
+            false = _score(scorer, heads[:, None], factor[:, None], rows[negatives])
+            loss = (F.softplus(-true).mean() + F.softplus(false).mean()) / 2
+            loss.backward()
+            torch.testing.assert_close(found["entities"], rows.grad, atol=1e-5, rtol=0)
+            torch.testing.assert_close(found["relations"], factors.grad, atol=1e-5, rtol=0)
     print("the floor's gradients agree with autograd's")
 
 
