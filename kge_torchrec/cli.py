@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as error:
         if is_first_rank():
-            say_error(f"kge-torchrec: {error or 'interrupted'}")
+            say_error(f"kge-torchrec: {str(error) or 'interrupted'}")
         return 130
     except (KGEError, OSError, MemoryError, RuntimeError) as error:
         message: object = error
