@@ -1,6 +1,8 @@
 """Configs: what is read, and what is said when it is wrong."""
 
+import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -89,12 +91,17 @@ def test_config_equals_its_dictionary_round_trip(lr, seed, flag, scorer, relatio
     assert config_from_dict(values, {"seed": 4}).seed == 4
 
 
-def test_every_published_config_loads_and_follows_the_schema():
-    validator = pytest.importorskip("jsonschema").Draft7Validator(json_schema())
+def test_every_published_config_loads_follows_the_schema_and_names_it():
+    """`kge-torchrec list keys --format json-schema` writes the schema anew."""
+    schema, file = json_schema(), CONFIGS / "keys.schema.json"
+    assert json.loads(file.read_text(encoding="utf-8")) == schema
+    validator = pytest.importorskip("jsonschema").Draft7Validator(schema)
     for path in sorted(CONFIGS.rglob("*.yaml")):
         config, text = load_config(path), path.read_text(encoding="utf-8")
         assert config_from_dict(config.to_dict()) == config, path
         assert not list(validator.iter_errors(yaml.safe_load(text) or {})), path
+        name = re.match("# yaml-language-server: [$]schema=(.*)", text)[1]
+        assert (path.parent / name).resolve() == file.resolve(), path
     for text in ("train: {lrr: 1}", "model: {options: {p: 1}}", "loss: {regularizers: {l2: x}}"):
         assert list(validator.iter_errors(yaml.safe_load(text))), text
 
