@@ -30,7 +30,7 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.kernels import operators
 from kge_torchrec.models import model
 from kge_torchrec.training import assembly, captured_step
-from kge_torchrec.training.captured_step import NotCaptured
+from kge_torchrec.training.captured_step import NotCaptured, captured
 from kge_torchrec.training.trainer import Trainer
 
 NO_KERNEL = {name: lambda x: "torch" for name in ("pairs", "distances", "sums", "dropout")}
@@ -191,5 +191,5 @@ def test_another_thread_may_allocate_while_a_step_is_captured(monkeypatch):
         "graph": lambda graph, capture_error_mode: nullcontext(modes.append(capture_error_mode)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    assert captured_step.captured(list) == ([], None)
+    assert captured(list) == ([], None)
     assert modes == ["thread_local"]
