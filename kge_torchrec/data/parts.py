@@ -214,13 +214,3 @@ def _turning_stages(parts: int, places: int, most: int) -> list[tuple[int, ...]]
         unmet[part, buffer] = unmet[buffer, part] = False
         results.append(tuple(buffer))
     return results
-
-
-def least_exchanges(parts: int, places: int) -> int:
-    """Return a lower bound of the exchanges of an epoch.
-
-    Of the P (P - 1) / 2 pairs of parts, the first buffer has C (C - 1) / 2, and each exchange adds
-    at most C - 1.
-    """
-    missing = (parts * (parts - 1) - places * (places - 1)) // 2
-    return -(-missing // (places - 1))
