@@ -67,18 +67,20 @@ class EachPair(Comparison):
     Attributes:
         score: Maps the tensors of a query, and then a row, to a score; they broadcast:
             (..., D), (..., D) -> (...).
+        shaped: Gives rows the shape that ``score`` takes, once for all blocks.
     """
 
     score: Callable[..., Tensor]
+    shaped: Callable[[Tensor], Tensor] = lambda rows: rows
     reads_in_place = False
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         parts = [query] if isinstance(query, Tensor) else query
-        return self.score(*parts, rows)
+        return self.score(*parts, self.shaped(rows))
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         parts = [query] if isinstance(query, Tensor) else query
-        rows = rows if index is None else pick(rows, index)
+        rows = self.shaped(rows if index is None else pick(rows, index))
         return pairwise(self.score, parts, [rows], sum(prod(x.shape[2:]) for x in parts))
 
 

@@ -116,10 +116,9 @@ def minus_lengths(point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) 
         point: (..., k, B).
         vectors: As ``projected`` takes them.
         scales: The same.
-        rows: (..., D).
+        rows: (..., k, B).
     """
-    rows = projected(in_blocks(rows, point.shape[-2]).contiguous(), vectors, scales)
-    squares = (point - rows).square().sum(-2)
+    squares = (point - projected(rows, vectors, scales)).square().sum(-2)
     return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0
 
 
@@ -152,7 +151,6 @@ class HousE(Scorer):
     name = "house"
     start = ("uniform", 0.25)
     is_distance = True
-    comparison = EachPair(minus_lengths)
     formula = (
         "HousE (Li et al. 2022): "
         "score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i."
@@ -163,6 +161,9 @@ class HousE(Scorer):
         options = self.options
         self.block, self.projections = options.block, options.projections
         self.sizes = self.sizes_of(self.dim, options)
+        self.comparison = EachPair(
+            minus_lengths, lambda rows: in_blocks(rows, self.block).contiguous()
+        )
 
     @classmethod
     def sizes_of(cls, dim: int, options: Options) -> list[int]:
