@@ -77,7 +77,8 @@ def describe_rows(tables: Sequence[EntityTable], ranks: int, dim: int, kind: str
             getattr(torch, state.dtype).itemsize * (1 if state.by_row else dim)
             for state in table.optimizer.states
         )
-        lines.append(f"entities.{table.type}: by rows on {ranks} ranks, {kind}")
+        where = "one rank" if ranks == 1 else f"{ranks} ranks"
+        lines.append(f"entities.{table.type}: by rows on {where}, {kind}")
         counts = (len(table.within(block.start, block.stop)) for block in blocks)
         for count, same in groupby(enumerate(counts), lambda rank: rank[1]):
             first, *others = [rank for rank, _ in same]
