@@ -73,7 +73,9 @@ def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     if call.excinfo is not None and "CUDA error" in str(call.excinfo.value):
         item.session.shouldstop = "the CUDA context is lost"
-    if report.when == "call" and "KGE_GPU_REPORT" in os.environ:
+    # One that was skipped as the time was over, or failed in a fixture, has no call.
+    is_told = report.when == "call" or report.outcome != "passed"
+    if is_told and "KGE_GPU_REPORT" in os.environ:
         line = {"test": item.nodeid, "outcome": report.outcome, "seconds": report.duration}
         line |= {"figures": dict(report.user_properties), "why": report.longreprtext[-500:]}
         with open(os.environ["KGE_GPU_REPORT"], "a", encoding="utf-8") as file:

@@ -119,8 +119,8 @@ def full_call(softmax: bool, size, scale, shift, dtype, gap, rest, seed) -> Call
 
     def formula(values):
         statistics = values.logsumexp(1) if softmax else softplus(values).sum(1)
-        slopes = (values - statistics[:, None]).exp() if softmax else values.sigmoid()
-        return statistics, (slopes - rests[:, None]) * weight.double()[:, None]
+        gradients = (values - statistics[:, None]).exp() if softmax else values.sigmoid()
+        return statistics, (gradients - rests[:, None]) * weight.double()[:, None]
 
     # A difference of some 100 has few digits; a bfloat16 is one of two that are neighbours.
     rtol = 2e-5 if dtype == torch.float32 else 2**-7
