@@ -204,7 +204,7 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "store_cut_meta": lambda store: _cut(store / "meta.json"),
         "store_version": lambda store: _edit(store / "meta.json", version=99),
         "store_few_keys": lambda store: (store / "meta.json").write_text(
-            '{"format": "kge-torchrec triple store", "version": 2}'
+            '{"format": "kge-torchrec triple store", "version": 3}'
         ),
         "store_count": lambda store: _edit(store / "meta.json", num_entities=36),
         "store_no_train": lambda store: (store / "train.npy").unlink(),

@@ -28,7 +28,7 @@ from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of
 
 FORMAT = "kge-torchrec triple store"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 META = "meta.json"
 TABLES = {"types": ("indptr", "ids"), "features": ("indptr", "ids", "weights")}  # and names
 CHECKED_ON_OPEN = 1 << 26  # bytes; the checksums of a store of this size take some 20 ms
