@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kge_torchrec.config.checks import is_url
 from kge_torchrec.config.keys import check_resume
-from kge_torchrec.config.parser import AnyConfig, Overrides, as_config, config_from_dict
+from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import open_run as open_run
-from kge_torchrec.training.remote_runs import folder_to_resume
 from kge_torchrec.training.run_data import with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, train_run
@@ -74,8 +72,7 @@ def resume(
     A run that ended before its first checkpoint starts again.
 
     Args:
-        path: The run's folder, or the URL of its copy, which is fetched into run.dir of the
-            overrides (default: runs/NAME).
+        path: The run's folder.
         overrides: Dotted keys to change from now on, such as {"train.epochs": 200}.
         callbacks: See ``train``.
         force: Whether to start at epoch 1 if all checkpoints are missing.
@@ -86,8 +83,6 @@ def resume(
         Exception: All errors of ``train``.
     """
     folder = RunFolder(path)
-    if is_url(path):
-        folder = folder_to_resume(str(path), config_from_dict({}, overrides).run.dir)
     config = with_absolute_paths(folder.load_config(overrides))
     check_resume(folder.load_config(), config, folder.path)  # before a process group is joined
     train_run(config, Extras(callbacks, choose=_race), resumes=folder, force=force)

@@ -222,9 +222,6 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     for option, flag in parser.positive.items():
         at_least(flag, values.get(option), 1)
     _find_modules(parser, words, values.get("config"), values.pop("allow_import", []))
-    for run in parser.runs:
-        if run in values:
-            values[run] = _fetched(values[run])
     ranks = os.environ.get("WORLD_SIZE", "1")
     if VERBS[name].one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
@@ -286,28 +283,14 @@ def _find_modules(
         named += words
     find_modules("\n".join(named), Path.cwd())
     if config is not None:
-        from kge_torchrec.config.checks import is_url
         from kge_torchrec.config.parser import find_config, is_of_run
 
-        if not is_url(config) and not is_of_run(config):
+        if not is_of_run(config):
             file = find_config(config)
             find_modules(file.read_text(encoding="utf-8", errors="replace"), file.resolve().parent)
     if allowed:
         with loading_torch():
             import_modules(allowed)
-
-
-def _fetched(run: Any) -> Any:
-    """Return a run, or several, with a folder in the user's cache in place of a URL."""
-    from kge_torchrec.config.checks import is_url
-
-    if isinstance(run, list):
-        return [_fetched(one) for one in run]
-    if run is None or not is_url(run):
-        return run
-    from kge_torchrec.training.remote_runs import folder_of
-
-    return str(folder_of(run).path)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,7 @@ from typing import IO, Any
 
 
 def partial_of(path: Path) -> Path:
-    """Return a new hidden path under which a file or folder is written.
-
-    The name is random, so that processes that write to one path do not write into one file.
-
-    Raises:
-        IsADirectoryError: The path is the root folder.
-    """
+    """Return a new hidden path under which a file or folder is written, another in each process."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, "the root folder; name a file in it", str(path))
     return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -36,9 +30,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a hidden path, whose file replaces ``path`` when the block ends without an error.
 
     For a symbolic link, its target is replaced.
-
-    Raises:
-        OSError: A file cannot be written at the path.
     """
     check_place(path)
     path = path.resolve()
@@ -72,11 +63,7 @@ def finite(value: Any) -> Any:
 
 
 def check_place(path: Path) -> None:
-    """Check that a file can be written at a path.
-
-    Raises:
-        OSError: The folder is missing, or the path is a folder.  The error names it.
-    """
+    """Raise an OSError with the name if no file can be written at a path."""
     folder = path.resolve().parent
     if not folder.is_dir():
         number = errno.ENOTDIR if folder.exists() else errno.ENOENT
@@ -106,14 +93,7 @@ def put_in_place(made: Path, target: Path, replace: bool = True) -> None:
 
     An existing ``target`` is first renamed, not removed, so that the name is missing only for a
     moment. A folder that another process renames to ``target`` in this moment is replaced as well.
-
-    Args:
-        made: The folder.
-        target: Its new path.
-        replace: Whether to remove what is at ``target``.
-
-    Raises:
-        FileExistsError: There is a folder at ``target``, and ``replace`` is False.
+    Unless it may ``replace`` one, an existing folder raises FileExistsError.
     """
     old = made.with_name(f"{made.name}.old")
     while True:
@@ -159,17 +139,8 @@ def crc32_of(path: Path) -> int:
 def lock(file: IO[Any] | int, wait: bool = False) -> bool:
     """Lock an open file or folder against other processes, until it is closed or this one ends.
 
-    On Windows nothing is locked.
-
-    Args:
-        file: The file, or its descriptor.
-        wait: Whether to wait while another process has the lock.
-
-    Returns:
-        False if another process has the lock.
-
-    Raises:
-        OSError: The file system has no locks.
+    Return False if another process has the lock and it is not to ``wait`` for it. On Windows
+    nothing is locked; a file system without locks raises OSError.
     """
     try:
         import fcntl

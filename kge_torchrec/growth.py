@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.model import INITIAL, Vectors
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.config.training import SELECTION
-from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
@@ -34,10 +33,8 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.errors import DataError
-from kge_torchrec.lines import say
 from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoints import BEST, Checkpoints, no_checkpoint
-from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, train_run
 
@@ -70,7 +67,7 @@ def extend(
     The other entities keep their order and rows, so their ids may fall.
 
     Args:
-        run: The folder or the URL of the old run, which is not changed.
+        run: The folder of the old run, which is not changed.
         new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
             ...}. A file or table without a split is used for training. None with ``delete``.
         output: The folder of the new run.
@@ -95,7 +92,7 @@ def extend(
         raise ConfigError("give new triples, or entities to delete")
     if delete is not None and (freeze or allow_unseen_relations or features):
         raise ConfigError("delete: freeze, features and unseen relations are of new rows")
-    source = folder_of(run)
+    source = RunFolder(run)
     before = source.load_config()
     if before.train.epochs is None:  # it is in a race
         raise no_checkpoint(source)
@@ -103,21 +100,22 @@ def extend(
         epochs = -(-before.train.epochs // 10) if delete is None else 0
 
     def write(config: Config, folder: RunFolder, name: str) -> None:
-        """Write the new store and extended.json, which names the checkpoint once both are there."""
+        """Write extended.json, then the new store, which completes the start of the run."""
         base = TripleStore.open(source.store_of(before.data.path))
         base.check()
-        origin = {"from": str(source.path.resolve())}
+        origin = {"from": str(source.path.resolve()), "checkpoint": name}
         files.write_json(folder.extension, origin)
+        path = Path(config.data.path)
         if delete is not None:
-            changes = _delete(base, _labels(delete), config)
+            gone = np.zeros(base.num_entities, bool)
+            gone[base.entities.ids(_labels(delete), exact=True)] = True
+            write_without(base, gone, path)
         else:
             assert new_triples is not None  # as checked above
             unseen = allow_unseen_relations or config.data.allow_unseen_relations
             file = None if features is None else str(features)
             data = replace(config.data, allow_unseen_relations=unseen, features=file)
-            extend_store(base, new_triples, Path(data.path), data, progress=config.run.progress)
-            changes = _new_in(TripleStore.open(data.path), base)
-        files.write_json(folder.extension, {**origin, "checkpoint": name, **changes})
+            extend_store(base, new_triples, path, data, progress=config.run.progress)
 
     def choose(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         name = Checkpoints(source.checkpoints, ranks).order(checkpoint)[0]
@@ -126,26 +124,6 @@ def extend(
 
     config = _config_of(before, RunFolder(output), epochs, freeze, overrides)
     return Run(train_run(config, Extras(callbacks, choose=choose, is_checked=True)).path)
-
-
-def _new_in(store: TripleStore, base: TripleStore) -> dict[str, Any]:
-    size, old = store.size, base.size
-    counts = {
-        "entities": size.entities - old.entities,
-        "relations": size.relations - old.relations,
-        "training triples": size.triples - old.triples,
-        **({"features": size.features - old.features} if size.features else {}),
-    }
-    say(", ".join(f"{n:,} new {what}" for what, n in counts.items()), values=counts)
-    return {"new": counts}
-
-
-def _delete(base: TripleStore, labels: list[str], config: Config) -> dict[str, Any]:
-    gone = np.zeros(base.num_entities, bool)
-    gone[base.entities.ids(labels, exact=True)] = True
-    store = write_without(base, gone, Path(config.data.path))
-    triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
-    return {"deleted": {"entities": int(gone.sum()), "triples": triples}}
 
 
 def _config_of(

@@ -30,7 +30,7 @@ from kge_torchrec.ranking.ranks import metrics
 from kge_torchrec.ranking.recommendation import grouped_recommendations, recommendation_metrics
 from kge_torchrec.trained_model import FILTERS, TrainedModel
 from kge_torchrec.training.checkpoints import BEST
-from kge_torchrec.training.remote_runs import folder_of
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.state import TrainState
 
@@ -45,12 +45,12 @@ class Run(Answering):
     The model stays loaded between calls until ``close`` or the end of a ``with`` block.
 
     Args:
-        path: The run's folder, or its URL; see ``folder_of``.
+        path: The run's folder.
         config: Its config, if it was already read.
     """
 
     def __init__(self, path: str | Path, config: Config | None = None):
-        self.folder = folder_of(path)
+        self.folder = RunFolder(path)
         self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
@@ -325,10 +325,10 @@ class Run(Answering):
 def open_run(
     path: str | Path, allow_imports: Sequence[str] = (), data: str | Path | None = None
 ) -> Run:
-    """Open a run from its folder or its URL.
+    """Open a run from its folder.
 
     Args:
-        path: The folder or the URL.
+        path: The folder.
         allow_imports: Modules to import for parts that are not built in. A run of somebody else
             runs no code except theirs.
         data: The store of its triples, if it is no longer where the run trained.
@@ -339,8 +339,7 @@ def open_run(
     import_modules(allow_imports)
     if data is None:
         return Run(path)
-    folder = folder_of(path)
-    return Run(folder.path, folder.load_config({"data.path": data}))
+    return Run(path, RunFolder(path).load_config({"data.path": data}))
 
 
 def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:

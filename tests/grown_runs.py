@@ -14,6 +14,7 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.training.checkpoint_files import Checkpoint
 
 TABLE = "model.entities.embeddings.entity.weight"
@@ -89,3 +90,45 @@ def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
 
 
 FIRST = "step-000000000000"
+
+
+def labels_of(store: TripleStore) -> dict[str, list]:
+    """What the rows of tensors belong to, by the kind of the rows."""
+    features = store.features()
+    names = [] if features is None else features.names.to_pylist()
+    return {
+        "entity": [("entity", label) for label in store.entities.array.to_pylist()],
+        "feature": [("feature", name) for name in names],
+        "relation": [("relation", label) for label in store.relations.array.to_pylist()],
+    }
+
+
+def check_rows(
+    old: Path, new: Path, fresh: Path | None = None, checkpoint: str | None = None
+) -> None:
+    """Check that the rows of a new run are those of the old one by label, the others as drawn.
+
+    Args:
+        old: The old run.
+        new: The new run.
+        fresh: A run of the same config and triples that starts from nothing.
+    """
+    before, after = tensors(old), tensors(new, FIRST)
+    drawn = after if fresh is None else tensors(fresh, FIRST)
+    was, now = (labels_of(api.open_run(run)._store) for run in (old, new))
+    assert after.keys() == {name for name in before if not name.startswith("raw.")}
+    for name, values in after.items():
+        kinds: tuple[str, ...] = ()
+        if TABLE.removeprefix("model.") in name:  # one table, or one of a type
+            sizes = {len(was[kind]): (kind,) for kind in ("feature", "entity")}
+            kinds = sizes.get(len(before[name]), ("entity", "feature"))
+        elif values.dim() and len(before[name]) in (len(was["relation"]), 2 * len(was["relation"])):
+            kinds = ("relation",) * (len(before[name]) // len(was["relation"]))
+        if not kinds:
+            assert torch.equal(values, before[name]), name
+            continue
+        rows = [[(i, x) for i, k in enumerate(kinds) for x in run[k]] for run in (was, now)]
+        places = torch.tensor([rows[0].index(row) if row in rows[0] else -1 for row in rows[1]])
+        expected = torch.zeros_like(values) if "optimizer" in name else drawn[name].clone()
+        expected[places >= 0] = before[name][places[places >= 0]]
+        assert torch.equal(values, expected), name

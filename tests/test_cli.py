@@ -10,9 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -132,31 +129,6 @@ def test_train_takes_the_config_of_a_run(run, tmp_path):
     before, after = (load_config(folder).to_dict() for folder in (run, tmp_path / "new"))
     assert before.pop("seed") == 0 and after.pop("seed") == 1
     assert before.pop("run") and after.pop("run") and before == after
-
-
-@pytest.mark.parametrize("scheme", ["file", "http"])
-def test_train_takes_the_config_of_a_run_at_a_url(tmp_path, monkeypatch, scheme):
-    """The copy is only read; without aiohttp, fsspec has no http."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    copy, new = tmp_path / "copy", tmp_path / "new"
-    words = flags(run__dir=tmp_path / "first", checkpoint__options__copy_to=copy.as_uri())
-    assert main(["train", *words, "--seed=3"]) == 0
-    files = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
-    with contextlib.ExitStack() as opened:
-        url = copy.as_uri()
-        if scheme == "http":
-            pytest.importorskip("aiohttp")
-            handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-            server = opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            opened.callback(server.shutdown)
-            url = f"http://127.0.0.1:{server.server_port}/copy"
-        assert main(["train", url, "--train.epochs", "1", "--run.dir", str(new)]) == 0
-        assert main(["train", f"{url}s", "--run.dir", str(tmp_path / "none")]) == 1
-    config = load_config(new)
-    assert (config.seed, config.train.epochs, config.model.dim) == (3, 1, 16)
-    assert config.checkpoint.options.copy_to is None
-    assert files == {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
 
 
 def test_verb_on_a_run_finds_no_module_of_the_working_directory(run, tmp_path, monkeypatch):

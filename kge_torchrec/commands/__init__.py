@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ConfigName = Annotated[str, "CONFIG", "run"]  # a YAML file, the name of a published one, or a run
-RunPath = Annotated[str, "RUN", "run"]  # a folder; the command line fetches a URL into one
+RunPath = Annotated[str, "RUN", "run"]  # a folder
 File = Annotated[str, "FILE"]
 Count = Annotated[int, "K", "positive"]
 Threads = Annotated[int | None, "N", "positive"]

@@ -33,7 +33,7 @@ def compare(
       kge-torchrec compare runs/mine --engines handrolled dgl --repeats 0
 
     Args:
-        config: a YAML file, the name of a published one, or the folder or URL of a run
+        config: a YAML file, the name of a published one, or the folder of a run
         engines: variants; the others are compared with the first
         world_sizes: numbers of processes to compare with
         repeats: speed measurements per variant, alternating; 0 measures none

@@ -47,7 +47,7 @@ def evaluate(
       kge-torchrec evaluate runs/umls-complex runs/umls-rotate --format latex
 
     Args:
-        runs: the folder or URL of a run, or folders of train --seeds
+        runs: the folder of a run, or folders of train --seeds
         split: the split to rank (default: test)
         triples: rank the triples of a file instead of a split: head, relation and tail with tabs
         by: also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the frequency
@@ -241,7 +241,7 @@ def report(
     """Write an HTML page about one run or several; a run may still train.
 
     Args:
-        runs: the folders or URLs of runs
+        runs: the folders of runs
         output: file of the page (default: report.html in the first run)
         models: load no model: no ranks by relation, no map of entities and no examples
     """
@@ -265,7 +265,7 @@ def calibrate(
     """Fit probabilities to a run's scores.
 
     Args:
-        run: the folder or URL of a run
+        run: the folder of a run
         top: number of listed answers per query
         limit: largest number of queries per split and missing part; more are sampled
     """

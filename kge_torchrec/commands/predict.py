@@ -49,7 +49,7 @@ def predict(
       --relation Y               (?, Y, ?): new links of the whole relation
 
     Args:
-        run: the folder or URL of a run, or an export
+        run: the folder of a run, or an export
         head: label of an entity
         relation: label of a relation
         tail: label of an entity
@@ -136,7 +136,7 @@ def recommend(
     """List the best tails of a relation for one head or many.
 
     Args:
-        run: the folder or URL of a run, or an export
+        run: the folder of a run, or an export
         head: label of an entity, such as user:17
         heads: a file of labels, one per line, instead of --head
         head_facts: a file of triples of heads that the run does not have, such as visits of new
@@ -185,7 +185,7 @@ def score(
     """Score the triples of a file.
 
     Args:
-        run: the folder or URL of a run, or an export
+        run: the folder of a run, or an export
         triples: a file of triples: head, relation and tail with tabs between; bad lines are
             reported, and the others scored
         side: missing side of the queries; with reciprocal relations the two scores differ
@@ -210,7 +210,7 @@ def nearest(
     """List the entities nearest to one.
 
     Args:
-        run: the folder or URL of a run, or an export
+        run: the folder of a run, or an export
         entity: label of an entity
         top: number of entities
     """

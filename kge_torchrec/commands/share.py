@@ -22,7 +22,7 @@ def export(
     """Write a trained run as files that other programs read.
 
     Args:
-        run: the folder or URL of a run
+        run: the folder of a run
         output: the folder to make
         checkpoint: checkpoint to export; best is the newest without a best one
         format: safetensors: a Hugging Face repository, which load_model reads; parquet: a table for
@@ -53,7 +53,7 @@ def serve(
     """Answer queries about a run over HTTP.
 
     Args:
-        run: the folder or URL of a run, or an export
+        run: the folder of a run, or an export
         host: address to listen on (127.0.0.1: only this machine); there is no password
         port: port to listen on; 0: any free port
         max_k: most answers per request

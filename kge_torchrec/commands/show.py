@@ -33,7 +33,7 @@ def show(
       kge-torchrec show runs/umls-complex runs/umls-rotate --format csv
 
     Args:
-        runs: the folders or URLs of runs, folders of train --seeds, or exports
+        runs: the folders of runs, folders of train --seeds, or exports
     """
     paths = [Path(run) for run in runs]
     rows: list[dict[str, Cell]] = []

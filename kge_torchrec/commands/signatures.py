@@ -28,8 +28,7 @@ class VerbParser(ArgumentParser):
     - ``Sequence[...]`` takes one or more values.
     - ``Annotated[..., "FILE"]`` says how the value is written in --help. Another word "repeated"
       marks an option that takes one value and may be repeated, "positive" an integer from 1 on, and
-      "run" a run, whose URL is replaced by a folder; a verb with one also takes --data.path,
-      --threads and --allow-import.
+      "run" a run; a verb with one also takes --data.path, --threads and --allow-import.
     - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
 
     Args:

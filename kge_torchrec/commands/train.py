@@ -24,7 +24,6 @@ from kge_torchrec.commands.evaluate import (
     selection,
 )
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
 from kge_torchrec.tables import Cell, table
 
@@ -58,13 +57,12 @@ def train(
       torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
 
     Args:
-        config: a YAML file, the name of a published one, or the folder or URL of a run, whose
+        config: a YAML file, the name of a published one, or the folder of a run, whose
             config a new run takes
         seeds: train a run per seed into --run.dir: a number of seeds (from 0 on), or seeds such as
             0,1,2; the same command, or --resume with the folder, trains only what is missing
         resume: resume the run in this folder as if it had never stopped, on any number of ranks;
-            --key.sub changes a key from now on. RUN as CONFIG starts another run instead. The URL
-            of a copied run is fetched into --run.dir (default: runs/NAME)
+            --key.sub changes a key from now on. RUN as CONFIG starts another run instead
         force: start at epoch 1 if all checkpoints of RUN are missing
         ties: also show the optimistic and pessimistic ranks of equal scores
     """
@@ -91,7 +89,7 @@ def train(
     config_from_dict({}, settings)  # reject unknown keys before torch is loaded
     with loading_torch():
         several_seeds = is_seeds(resume)
-        if not is_url(resume) and not several_seeds:
+        if not several_seeds:
             config_of(resume)
         from kge_torchrec import api
 
@@ -120,7 +118,7 @@ def _report_seeds(runs: SeedRuns) -> int:
 def _report(run: Run, ties: bool) -> int:
     """Print the results and the run folder, on rank 0; return 1 if its copy is not complete."""
     from kge_torchrec.ranking.ranks import ranked_among
-    from kge_torchrec.training.remote_runs import copy_problem
+    from kge_torchrec.training.copies import mark_of
 
     if not is_first_rank():
         return 0
@@ -145,7 +143,7 @@ def _report(run: Run, ties: bool) -> int:
         f"run folder: {run.path}"
     )
     url = run.config.checkpoint.options.copy_to
-    if url is not None and not (problem := copy_problem(run.path)):
+    if url is not None and not (problem := mark_of(run.path)["problem"]):
         print(f"copy of the run: {url}")
     return int(url is not None and bool(problem))
 
@@ -168,7 +166,7 @@ def extend(
     """Add triples, with new entities and relations, to a run.
 
     Args:
-        run: the folder or URL of a run; extend does not change it
+        run: the folder of a run; extend does not change it
         triples: a directory or files in a format of prepare; none with --delete
         delete: file with one entity per line: write a run without them, their rows and triples
         output: folder of the new run

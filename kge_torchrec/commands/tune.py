@@ -39,7 +39,7 @@ def tune(
       kge-torchrec train studies/demo/best.yaml
 
     Args:
-        config: a YAML file, the name of a published one, or the folder or URL of a run
+        config: a YAML file, the name of a published one, or the folder of a run
         trials: trials of the whole study (default: 30)
         study: folder of the study (default: studies/SCORER-TIME)
         space: YAML file of keys with ranges or lists (default: chosen from scorer and graph, and

@@ -38,9 +38,15 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
     raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def is_url(value: Any) -> bool:
-    """Return whether a value is the URL of a run rather than its folder."""
-    return isinstance(value, str) and "://" in value
+def check_no_url(path: Any) -> None:
+    """Raise ConfigError for the URL of a run: its copy is downloaded first."""
+    if isinstance(path, str) and "://" in path:
+        check_url("the URL of a run", path)
+        raise ConfigError(
+            f'{path} is no folder; download the run first, such as by `python -c "import fsspec; '
+            f"fs, path = fsspec.url_to_fs('{path}'); fs.get(path, 'RUN', recursive=True)\"`, and "
+            "name its folder"
+        )
 
 
 def check_url(key: str, value: str) -> None:

@@ -81,7 +81,7 @@ class ModelConfig(Section, prefix="model."):
     options: dict[str, Any] = key(dict, resume=fixed(), part=Part("scorer", "scorer"))
     """Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them."""
     init_from: str | None = key(None, resume=INITIAL)
-    """Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a .txt
+    """Initial vectors by label: the folder of a run, an export, or a file (.npy with a .txt
     of labels, .safetensors or .parquet)."""
     init_options: Vectors = key(Vectors)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
+from kge_torchrec.config.checks import check_no_url
 from kge_torchrec.config.keys import Facts, check_effects, declared, replace_keys, without_effect
 from kge_torchrec.config.options import Typed, checked_type
 from kge_torchrec.config.registry import check_imports
@@ -322,6 +323,7 @@ def published() -> list[str]:
 def find_config(path: str | Path) -> Path:
     """Return the file of a config: a path, the config.yaml of a run, or a published one by name."""
     homes = CONFIGS, CONFIGS / "recipes", CONFIGS / "portfolio"
+    check_no_url(path)
     if (Path(path) / "study.json").is_file():
         raise ConfigError(f"{path} is a study; name its best config, {path}/best.yaml")
     if (Path(path) / "seeds.json").is_file():

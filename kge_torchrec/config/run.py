@@ -29,7 +29,7 @@ class SavingOptions(Section, prefix="checkpoint.options."):
     waits."""
     copy_to: Annotated[str, check_url] | None = None
     """URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to
-    while it trains, from which another machine can resume it; null: none."""
+    while it trains; `run.resume: auto` on another machine resumes it from there; null: none."""
 
 
 @dataclass(frozen=True)

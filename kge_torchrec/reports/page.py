@@ -24,7 +24,7 @@ from kge_torchrec.ranking.ranks import ranked_among
 from kge_torchrec.ranking.recommendation import grouped_recommendations
 from kge_torchrec.reports.folders import RunFacts, differences, names_of
 from kge_torchrec.trained_run import Run
-from kge_torchrec.training.remote_runs import folder_of
+from kge_torchrec.training.run_folder import RunFolder
 
 try:
     import matplotlib
@@ -60,7 +60,7 @@ def report(
     Raises:
         ConfigError: A folder holds no run (such as an export), or a run is named twice.
     """
-    paths = [folder_of(run).path for run in ([runs] if isinstance(runs, str | Path) else runs)]
+    paths = [RunFolder(run).path for run in ([runs] if isinstance(runs, str | Path) else runs)]
     if not paths:
         raise ConfigError("a report needs at least one run folder")
     facts = [RunFacts.read(*run) for run in zip(paths, names_of(paths), strict=True)]

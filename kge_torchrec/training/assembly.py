@@ -241,12 +241,7 @@ def build_batches(
     processes: Processes,
     disk: DiskTable | None = None,
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
-    """Return this rank's batches.  Collective unless negatives.among is "all".
-
-    Raises:
-        DataError: The store lacks the types that negatives.among needs.
-        ConfigError: A sampler violates its contract.
-    """
+    """Return this rank's batches.  Collective unless negatives.among is "all"."""
     plan = batch_plan(config, store, processes)
     delivery = _delivery(config, store, processes)
     regime = config.negatives.regime

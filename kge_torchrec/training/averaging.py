@@ -74,11 +74,7 @@ class Averaging:
             self.count = count
 
     def with_average(self, state: list[Rows]) -> list[Rows]:
-        """Return the rows of a checkpoint, which has the average as its model, and the raw weights.
-
-        Args:
-            state: Result of ``EmbeddingBackend.state``.
-        """
+        """Return the rows of a checkpoint, which has the average as its model, and raw weights."""
         if not self.count:
             return state
         averages = {f"model.{name}": average for name, average in self._average.items()}

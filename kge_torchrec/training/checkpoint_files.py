@@ -36,7 +36,6 @@ _BLOCK = 1 << 20  # bytes that stay in the cache of a core while they are checke
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
            torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
            torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-_EXPONENT_BITS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8, torch.float64: 11}
 Pieces = dict[str, list[list[Any]]]  # [file, first row, rows, crc32] of each piece, by tensor
 
 
@@ -56,16 +55,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def is_finite(values: Tensor) -> bool:
     """Return whether no element is NaN or infinite."""
-    return not values.numel() or _are_finite(bytes_of(values), values.dtype)
+    return _are_finite(bytes_of(values), values.dtype)
 
 
 def write_rows(path: Path, state: Iterable[Rows], threads: int = 1) -> Pieces:
-    """Write rows into a new file by some threads; return its pieces.
-
-    Raises:
-        NotFinite: A tensor has NaN or infinity.
-        OSError: The file cannot be written.
-    """
+    """Write rows into a new file by some threads; return its pieces.  Raises NotFinite, OSError."""
     pieces: list[tuple[str, int, int, Tensor]] = []
     header, end = dict[str, Any](), 0
     written: Pieces = {}
@@ -111,12 +105,12 @@ def _write(handle: int, start: int, name: str, values: Tensor) -> int:
 
 
 def _are_finite(numbers: memoryview, dtype: torch.dtype) -> bool:
-    """Return whether no number has the largest exponent, which NaN and infinity have."""
-    bits, word = _EXPONENT_BITS.get(dtype), dtype.itemsize
-    if bits is None:
+    if not dtype.is_floating_point or not numbers:
         return True
-    without_sign = np.frombuffer(numbers, f"u{word}") << 1
-    return int(without_sign.max()) >> (8 * word - bits) < (1 << bits) - 1
+    values = torch.frombuffer(numbers, dtype=dtype)
+    if dtype == torch.bfloat16:  # which NumPy lacks
+        values = values.float()
+    return bool(np.isfinite(values.numpy()).all())  # several times as fast as torch's
 
 
 def _in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
@@ -152,12 +146,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read the manifest, and check the sizes of the files.
-
-        Raises:
-            Damaged: A file is missing, or does not match the manifest.
-            OSError: The manifest cannot be read.
-        """
+        """Read the manifest, and check the sizes of the files.  Raises Damaged, OSError."""
         try:
             manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
             version, expected = manifest["format"], manifest.pop("crc32", None)

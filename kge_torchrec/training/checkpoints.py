@@ -86,11 +86,8 @@ def names_in(folder: Path) -> list[str]:
 class Checkpoints:
     """The ``checkpoints`` folder of a run.  Every method is collective but ``closing``.
 
-    Args:
-        folder: The folder.
-        processes: The ranks of the run.
-        keep: Number of checkpoints to keep besides the best one, at least 1.
-        data: Fingerprint of the current store, which loading compares with that of the checkpoint.
+    ``keep`` is how many are kept besides the best one; loading compares ``data``, the fingerprint
+    of the current store, with that of the checkpoint.
     """
 
     def __init__(self, folder: Path, processes: Processes, keep: int = 2, data: str = ""):
@@ -108,19 +105,14 @@ class Checkpoints:
     def save(
         self, state: Sequence[Rows], progress: TrainState, background: bool = False
     ) -> dict[str, Any] | None:
-        """Write a checkpoint; return its figures, or None if a thread writes it until ``settle``.
-
-        Args:
-            state: This rank's rows of all tensors.
-            progress: The progress.
-            background: Whether a thread may write a copy of the rows while training continues.
+        """Write this rank's rows; return figures, or None if a thread writes them until ``settle``.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
             NonFiniteParameters: A tensor has NaN or infinity.
         """
         self.settle()
-        begun, ranks, name = time.perf_counter(), self.processes, name_of(progress)
+        ranks, name = self.processes, name_of(progress)
         partial = self._partial(name)
         own = [rows for rows in state if not rows.is_replica]
         with self._failing_together(name):
@@ -131,18 +123,13 @@ class Checkpoints:
             copies = background and self._copies(own)
             progress = TrainState(**progress.to_dict())  # training continues to change it
             file = partial / f"rank-{ranks.rank:05d}.safetensors"
-            self._writing = _Writing(name, progress, file, own, copies, begun)
+            self._writing = _Writing(name, progress, file, own, copies)
         return None if copies else self.settle()
 
     def settle(self, waits: bool = True) -> dict[str, Any] | None:
-        """Complete the checkpoint that is being written; errors are as of ``save``.
+        """Complete the checkpoint that is being written, and return its figures.
 
-        Args:
-            waits: Whether to wait until all ranks have written.
-
-        Returns:
-            Its name, epoch, pause_ms, seconds, extra_memory_bytes.  None if there is nothing to
-            end yet.
+        None if there is none, or, unless it ``waits``, if a rank still writes.
         """
         writing, ranks = self._writing, self.processes
         if writing is None:
@@ -162,7 +149,6 @@ class Checkpoints:
         return {
             "name": writing.name,
             "epoch": writing.progress.epoch,
-            "pause_ms": round(1000 * writing.pause, 1),
             "seconds": round(max(result["seconds"] for result in results), 3),
             "extra_memory_bytes": sum(result["copied"] for result in results),
         }
@@ -246,10 +232,7 @@ class Checkpoints:
         """Fill rows from the first readable checkpoint of several; return it.
 
         Each unreadable checkpoint causes a warning.  Some rows may have been filled from it.
-
-        Args:
-            names: The checkpoints to try, in order.
-            rows_of: Returns this rank's rows to fill.  It may raise ConfigError.
+        ``rows_of`` returns this rank's rows to fill, or raises ConfigError.
 
         Raises:
             CheckpointError: No checkpoint is readable.  The message names all of them.
@@ -300,11 +283,7 @@ class Checkpoints:
     def order(self, which: str) -> list[str]:
         """Return the names of checkpoints to try, in order; warn if the best one is missing.
 
-        Args:
-            which: BEST or NEWEST (the others follow, newest first), or a name (no others follow).
-
-        Raises:
-            CheckpointError: There are no checkpoints, or none of that name.
+        After BEST or NEWEST the others follow, newest first.  Raises CheckpointError without any.
         """
         names, run = self.names(), RunFolder(self.folder.parent)
         if not names:
@@ -325,10 +304,9 @@ class Checkpoints:
         return [first, *(name for name in reversed(names) if name != first)]
 
     def _prune(self, newest: str, best: str | None) -> None:
-        """Remove checkpoints except the last ``keep`` up to ``newest``, and the best.
+        """Remove checkpoints except the best and the last ``keep`` up to ``newest``.
 
-        Checkpoints newer than the one just written are damaged, or this run would have resumed
-        from them.
+        Those that are newer are damaged, or this run would have resumed from them.
         """
         names = names_in(self.folder)
         until_now = [name for name in names if name <= newest]
@@ -345,13 +323,9 @@ class _Writing:
 
     Attributes:
         result: {"pieces", "seconds", "copied"}, {"nan": name} or {"error": text}, once ``done``.
-        pause: Seconds that training waited.
     """
 
-    def __init__(
-        self, name: str, progress: TrainState, file: Path, own: list[Rows], copies: bool,
-        begun: float,
-    ):  # fmt: skip
+    def __init__(self, name: str, progress: TrainState, file: Path, own: list[Rows], copies: bool):
         self.name, self.progress, self._copies = name, progress, copies
         self.done, self.result = threading.Event(), dict[str, Any]()
         if copies:
@@ -365,7 +339,6 @@ class _Writing:
                 self.done.set()
         else:
             self._write(file, own, THREADS)
-        self.pause = time.perf_counter() - begun
 
     def _write(self, file: Path, rows: list[Rows], threads: int) -> None:
         begun = time.perf_counter()

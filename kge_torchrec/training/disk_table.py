@@ -39,19 +39,7 @@ class DiskError(KGEError, RuntimeError):
 
 
 class DiskTable:
-    """The rows of this rank in files, and some of them in the engine's table.
-
-    Args:
-        backend: An engine whose table has the rows of C parts.
-        layout: How the table is cut into parts.
-        folder: The folder of the files.
-        seed: Seed of the initial values.
-        init: The distribution of the initial values.
-        processes: The ranks.
-
-    Raises:
-        DiskError: The disk has no space for the files, or they cannot be made.
-    """
+    """The rows of this rank in files, and those of C parts in the table of an engine."""
 
     def __init__(
         self,
@@ -194,9 +182,6 @@ def mapped_or_read(checkpoint: Checkpoint, name: str, wanted: range, dim: int) -
     They are mapped where one file has them all, one after another, and else copied to a file that
     has no name.  Tables of several types are copied: their rows are in turns in the order of ids.
     Writing to them changes no file of the checkpoint.
-
-    Raises:
-        Damaged: The checkpoint lacks rows, or a piece does not match its checksum.
     """
     if not len(wanted):
         return torch.empty(0, dim)

@@ -31,7 +31,7 @@ _C, _B, _K = 2, 3, 4  # C, b and K of the small batch
 
 
 def check_parts(config: Config, objective: Objective, processes: Processes) -> None:
-    """Raise ConfigError on every rank if a result of an own scorer or loss has a wrong shape.
+    """Raise ConfigError on every rank if an own scorer or loss breaks its contract.
 
     Collective if there is one.
     """
@@ -59,36 +59,34 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
     rows = _random(_C, _B + _K, scorer.row_dim, device=device) / scorer.row_dim**0.5
     anchor, candidates = rows.split([_B, _K], 1)
     relation = torch.arange(_C * _B, device=device).view(_C, _B) % scorer.num_relations
-    scores = {}
+    # Each pair of a query and a candidate, (C, b * K, ...).
+    x, y = anchor.repeat_interleave(_K, 1), candidates.repeat(1, _B, 1)
+    ids = relation.repeat_interleave(_K, 1)
+    pairs = {}
     with scoring(scorer):
         for side in sides:
             try:
-                scorer.encode(anchor, relation, side)
+                query = scorer.encode(anchor, relation, side)
             except (RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"{key}: query fails for anchors {(_C, _B, scorer.dim)} and relation rows "
                     f"{(_C, _B, width)} on side {side}: {error}. Return the elements per relation "
                     "row from relation_dim"
                 ) from error
-            x, ids = anchor.repeat_interleave(_K, 1), relation.repeat_interleave(_K, 1)
-            y = candidates.repeat(1, _B, 1)
-            single = scorer.score(x, ids, y, side)
-            _check_result(
-                f"{key}: pairs", single, (_C, _B * _K), "score for each query and its row"
-            )
-            matrix = scorer.matrix(scorer.encode(anchor, relation, side), candidates)
-            _check_result(f"{key}: matrix", matrix, (_C, _B, _K), "score for each query and row")
-            scores[side] = (x, ids, y, single)
-            if not torch.allclose(matrix.flatten(), single.flatten(), rtol=1e-2, atol=1e-3):
+            pairs[side] = scorer.score(x, ids, y, side)
+            matrix = scorer.matrix(query, candidates)
+            due = "score for each query and row"
+            _check_result(f"{key}: pairs", pairs[side], (_C, _B * _K), due)
+            _check_result(f"{key}: matrix", matrix, (_C, _B, _K), due)
+            if not _are_close(matrix.flatten(), pairs[side].flatten()):
                 raise ConfigError(
                     f"{key}: matrix and pairs of its comparison give one pair different scores; "
                     "let both compute the same formula"
                 )
         if len(sides) < 2 or scorer.reciprocal:
             return
-        x, ids, y, as_tail = scores["tail"]
-        as_head = scorer.score(y, ids, x, "head")
-        if not torch.allclose(as_head, as_tail, rtol=1e-2, atol=1e-3):
+        as_head, as_tail = scorer.score(y, ids, x, "head"), pairs["tail"]
+        if not _are_close(as_head, as_tail):
             raise ConfigError(
                 f"{key}: query gives a triple the score {as_tail[0, 0]:.4g} on side tail and "
                 f"{as_head[0, 0]:.4g} on side head; let it depend on side, or set "
@@ -96,46 +94,42 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
             )
 
 
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
 def _check_loss(key: str, loss: Loss, regime: str, device: torch.device) -> None:
-    per_query = "loss for each query, without their sum or mean"
-    if regime in ("sampled", "kvssample"):
-        query = torch.tensor([0, 1, 1, 2], device=device) if regime == "kvssample" else None
-        positive = _random(_B if query is None else len(query), device=device)
-        negative, mask = _random(_B, _K, device=device), torch.ones(_B, _K, dtype=torch.bool)
-        mask[0, 0] = False
-        mask = mask.to(device)
-        try:
-            losses, others = (
-                _same_draws(loss, positive, query, scores, mask)
-                for scores in (negative, negative + ~mask)
-            )
-        except (IndexError, RuntimeError, TypeError) as error:
-            several = "; with several answers per query, mean_over_answers may compute it"
-            raise ConfigError(
-                f"{key}: forward(positive, query, negative, mask) fails: {error}"
-                f"{'' if query is None else several}"
-            ) from error
-        _check_result(f"{key}: forward", losses, (_B,), per_query)
-        if not torch.equal(losses, others):
-            raise ConfigError(
-                f"{key}: forward ignores mask: its result depends on candidates that are not "
-                "negatives; multiply each candidate's part of the loss by mask"
-            )
-    else:
+    due = "loss for each query, without their sum or mean"
+    if regime not in ("sampled", "kvssample"):
         closed_form = loss.over_all(_K)  # as build_pipeline
-        scores = _random(_B, _K, device=device)
         query = torch.arange(_B, device=device)
         answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
-        statistics = closed_form.partial_statistics(scores, answers)
-        _check_result(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")
+        statistics = closed_form.partial_statistics(_random(_B, _K, device=device), answers)
+        _check_result(f"{key}: partial_statistics", statistics, (3, _B), due)
         losses = closed_form.loss(closed_form.reduce(statistics[None]))
-        _check_result(f"{key}: loss", losses, (_B,), per_query)
-
-
-def _same_draws(loss: Loss, *args: Any) -> Any:
-    """Call a loss that may draw random numbers with the same state of torch's generator."""
-    torch.default_generator.manual_seed(0)
-    return loss(*args)
+        _check_result(f"{key}: loss", losses, (_B,), due)
+        return
+    answered = torch.tensor([0, 1, 1, 2], device=device) if regime == "kvssample" else None
+    positive = _random(_B if answered is None else len(answered), device=device)
+    negative, mask = _random(_B, _K, device=device), torch.ones(_B, _K, dtype=torch.bool)
+    mask[0, 0] = False
+    mask = mask.to(device)
+    results = []
+    for scores in (negative, negative + ~mask):  # where they do not count, scores differ
+        torch.default_generator.manual_seed(0)  # of a loss that draws random numbers
+        try:
+            results.append(loss(positive, answered, scores, mask))
+        except (IndexError, RuntimeError, TypeError) as error:
+            several = "" if answered is None else "; mean_over_answers may compute it"
+            raise ConfigError(
+                f"{key}: forward(positive, query, negative, mask) fails: {error}{several}"
+            ) from error
+    _check_result(f"{key}: forward", results[0], (_B,), due)
+    if not torch.equal(*results):
+        raise ConfigError(
+            f"{key}: forward ignores mask: its result depends on candidates that are not "
+            "negatives; multiply each candidate's part of the loss by mask"
+        )
 
 
 def _check_result(
@@ -144,10 +138,9 @@ def _check_result(
     """Raise ConfigError unless a result is a tensor of a shape, and of a dtype if that matters."""
     if isinstance(result, Tensor) and result.shape == shape and dtype in (None, result.dtype):
         return
-    got = type(result).__name__
+    got, wanted = type(result).__name__, f"{dtype} {shape}" if dtype else f"{shape}"
     if isinstance(result, Tensor):
-        got = f"{result.dtype} {tuple(result.shape)}" if dtype else f"shape {tuple(result.shape)}"
-    wanted = f"{dtype} {shape}" if dtype else shape
+        got = f"{result.dtype if dtype else 'shape'} {tuple(result.shape)}"
     raise ConfigError(f"{what} returns {got} where {wanted} is due; return one {due}")
 
 
@@ -160,31 +153,23 @@ def _random(*shape: int, device: torch.device) -> Tensor:
 def check_sampler(
     sampler: NegativeSampler, num_entities: int, sides: Sequence[Side], triples: np.ndarray | None
 ) -> None:
-    """Check that a sampler keeps to its contract, on a few random numbers.
+    """Raise ConfigError if candidates have a wrong form, or depend on more than their chunk.
 
-    Args:
-        sampler: The sampler that negatives.sampling names.
-        num_entities: N.
-        sides: The sides that are sampled.
-        triples: (T, 3) training triples; None where candidates are shared by all queries of a
-            batch, so that no sampler can look at triples.
-
-    Raises:
-        ConfigError: The candidates have the wrong form, or depend on more than their chunk.
+    ``triples``, (T, 3), are those of training; None where all queries share their candidates.
     """
     name = f"negatives.sampling: {type(sampler).__name__}"
-    shared = (
+    shared = ConfigError(
         f"{name} looks at triples, and with negatives.regime kvssample all queries of a batch "
         "share their candidates; use negatives.regime sampled"
     )
     if triples is None and type(sampler).excluded is not NegativeSampler.excluded:
-        raise ConfigError(shared)
+        raise shared
     if type(sampler).sample is NegativeSampler.sample:
         raise ConfigError(f"{name} samples nothing; give it a method sample")
 
     def some_triples() -> Tensor:
         if triples is None:
-            raise ConfigError(shared)
+            raise shared
         return torch.from_numpy(np.resize(triples[:8], (4, 2, 3)).astype(np.int64))
 
     random = np.append(np.random.default_rng(0).random(62), [0.0, BELOW_ONE]).reshape(4, 16)
@@ -206,9 +191,9 @@ def check_sampler(
                 "agree. Compute them from the chunk's random numbers and triples only, without a "
                 "generator, a counter or the position of the chunk"
             )
-        mask = None
-        if triples is not None:
-            mask = sampler.excluded(chunks, chunks.triples.reshape(-1, 3), ids)
+        if triples is None:
+            continue
+        mask = sampler.excluded(chunks, chunks.triples.reshape(-1, 3), ids)
         if mask is not None:
             due = "row per triple with a column per candidate of its chunk"
             _check_result(f"{name}: excluded", mask, (8, 16), due, torch.bool)

@@ -40,13 +40,9 @@ def facts_of(
 
 
 def check_start(config: Config, facts: Facts) -> None:
-    """Check that every configured key has an effect.
+    """Raise ConfigError for a key that was set and has no effect.
 
-    Keys that are null by default only cause a warning, because the config.yaml of a run has a
-    number for each of them, with or without an effect.
-
-    Raises:
-        ConfigError: A key was set and has no effect.
+    Keys that are null by default only cause a warning: a run's config.yaml has numbers for all.
     """
     check_effects(config, facts, [key for key in all_keys() if key not in RESOLVED_KEYS])
     for reason in without_effect(config, facts, RESOLVED_KEYS).values():
@@ -58,11 +54,7 @@ def open_store(
 ) -> TripleStore:
     """Open the store that data.path names, or prepare files into ``store`` of a folder first.
 
-    Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
-    same files.
-
-    Raises:
-        DataError: The data is invalid, or the store of a trained run is missing.
+    Collective: rank 0 finds or prepares the store, and then all ranks map the same files.
     """
     data, folder = config.data, RunFolder(path)
 

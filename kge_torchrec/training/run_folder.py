@@ -12,9 +12,9 @@ Files:
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     stopped.json     the checkpoint from which a run resumes that a signal stopped
-    extended.json    for an extended run: the old run and checkpoint, and what is new
+    extended.json    for an extended run: the old run and its checkpoint
     frozen.npy       entities that no step changes, with model.init_options.frozen
-    copied.json      the URL of the run's copy, and whether the copy is complete
+    copy.json        with checkpoint.options.copy_to: see kge_torchrec.training.copies
     .lock            the process that is training in the folder
 """
 
@@ -38,14 +38,16 @@ import numpy as np
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.checks import check_no_url
 from kge_torchrec.config.parser import Overrides, read_run_config, values_of
+from kge_torchrec.data.store import META
 from kge_torchrec.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 FILES = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-         "checkpoints", "results.json", "stopped.json", "parts", "copied.json",
+         "checkpoints", "results.json", "stopped.json", "parts", "copy.json",
          "store", "frozen.npy", "extended.json", "config.yaml")  # fmt: skip
 
 
@@ -60,6 +62,7 @@ class RunFolder:
     given: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, path: str | Path):
+        check_no_url(path)
         self.path = path = Path(path)
         self.checkpoints, self.store, self.metrics = (
             path / name for name in ("checkpoints", "store", "metrics.jsonl")
@@ -89,13 +92,7 @@ class RunFolder:
         return made
 
     def find_store(self, data: str) -> Path | None:
-        """Return the path of the run's store, or None if it has none yet.
-
-        It is data.path itself, or store/.  That of a trained run may also lie in or beside the
-        folder, which may have moved.
-        """
-        from kge_torchrec.data.store import META
-
+        """Return data.path or store/, if it is a store; that of a trained run may lie beside it."""
         home, path = Path(os.path.abspath(self.path)), Path(data)
         homes = (home, home.parent) if self.has_checkpoint else ()
         beside = (folder / name for folder in homes for name in (path, path.name))
@@ -120,7 +117,7 @@ class RunFolder:
     @property
     def is_half_extended(self) -> bool:
         """Whether ``extend`` was killed before the store of a run in this folder was complete."""
-        return self.extension.is_file() and "checkpoint" not in self.load_extension()
+        return self.extension.is_file() and not (self.store / META).is_file()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -153,11 +150,7 @@ class RunFolder:
         return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
 
     def create(self, config: Config) -> None:
-        """Make the folder and write the config.
-
-        Raises:
-            ConfigError: The folder already has a run, a store or checkpoints.
-        """
+        """Make the folder and write the config; raise ConfigError if it is not free."""
         self._check_complete()
         self.check_free()
         self._make()
@@ -182,11 +175,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def check_free(self) -> None:
-        """Check that a new run can be made in this folder.
-
-        Raises:
-            ConfigError: The folder already has a run, a store or checkpoints.
-        """
+        """Raise ConfigError if the folder has a run, a store or checkpoints."""
         if self.holds_run:
             raise ConfigError(
                 f"run.dir: {self.path} already holds a run; resume the run with "
@@ -223,11 +212,7 @@ class RunFolder:
         files.write_text(self.path / "config.yaml", config.to_yaml())
 
     def config_file(self) -> Path:
-        """Return the file of the run's config.
-
-        Raises:
-            ConfigError: The folder has no run.
-        """
+        """Return the file of the run's config; raise ConfigError if the folder has no run."""
         self._check_complete()
         file = self.path / "config.yaml"
         if not file.is_file():
@@ -243,19 +228,11 @@ class RunFolder:
         return file
 
     def load_config(self, overrides: Overrides = ()) -> Config:
-        """Return the config of the run, with overrides.
-
-        Raises:
-            ConfigError: The folder has no run, or the config or an override is invalid.
-        """
+        """Return the config of the run, with overrides."""
         return read_run_config(self.config_file(), self.given, overrides)
 
     def load_results(self) -> dict[str, Any]:
-        """Return results.json.
-
-        Raises:
-            ConfigError: The file is missing or damaged.
-        """
+        """Return results.json; raise ConfigError if it is missing or damaged."""
         try:
             results = json.loads(self.results.read_text(encoding="utf-8"))
             if not isinstance(results, dict) or not isinstance(
@@ -289,18 +266,15 @@ class RunFolder:
         partial.replace(self.frozen)
 
     def load_extension(self) -> dict[str, Any]:
-        """Return extended.json; until the store is complete, it has no "checkpoint"."""
+        """Return extended.json: {"from", "checkpoint"}."""
         values: dict[str, Any] = json.loads(self.extension.read_text(encoding="utf-8"))
         return values
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock this folder against other training processes; make the folder if needed.
+        """Make the folder, and lock it against other training processes until this one ends.
 
-        The system releases the lock when this process ends, even if it is killed.
-
-        Raises:
-            ConfigError: Another process has the lock.  The message names its host and process.
+        Raises ConfigError, with the host and process of the one that has the lock.
         """
         self._make()
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:

@@ -18,6 +18,7 @@ from kge_torchrec.config.keys import (
     changed_keys,
     check_effects,
     declared,
+    replace_keys,
 )
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
@@ -36,12 +37,11 @@ from kge_torchrec.training.checkpoints import (
     name_of,
     no_checkpoint,
 )
-from kge_torchrec.training.copier import Copier
-from kge_torchrec.training.remote_runs import take_over
+from kge_torchrec.training.copies import Copier, fetch
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.start import begin
+from kge_torchrec.training.start import begin, changes_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trackers import MetricsLog, check_trackers
@@ -117,7 +117,11 @@ def train_run(
                     lambda: prepare(triples, folder.store, data, seed=config.seed, log_notes=False),
                 )
             _train(folder, config, ranks, extras, before, force)
-        free_memory()
+        # An evaluation may load the table again.  TorchRec's pipeline and the model refer to each
+        # other, so only the garbage collector frees them.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return folder
 
 
@@ -131,8 +135,7 @@ def _claim(
 ) -> tuple[RunFolder, Config | None, Config]:
     """Lock the folder of a run until ``held`` closes, and make the run if it is new.
 
-    Returns:
-        The folder, the config of the run so far (None: it is new), and the config from now on.
+    Return the folder, the config of the run so far (None: it is new), and that from now on.
     """
     on_cuda, mode = ranks.device.type == "cuda", config.run.resume
     continues = resumes is not None or (
@@ -144,8 +147,8 @@ def _claim(
     was_started = (folder.path / ".lock").exists()
     held.enter_context(folder.locked())
     url = config.checkpoint.options.copy_to
-    if resumes is None and mode != "never" and url is not None and config.run.dir is not None:
-        take_over(url, folder, config.run.dir)
+    if resumes is None and mode != "never" and url is not None:
+        fetch(url, folder.path)
     check_trackers(config.run)
     if resumes is not None:
         before = folder.load_config()
@@ -171,7 +174,7 @@ def _claim(
 
 def _as_there(folder: RunFolder, config: Config) -> Config:
     """Return the config with which the run in a folder resumes by run.resume, if it is the same."""
-    there = folder.load_config()
+    there = replace_keys(folder.load_config(), {"run.dir": config.run.dir})  # it may have moved
     # Reuse resolved values, also with other ranks than before.
     config = config.filled_from(there, raced=folder.race.is_file())
     for key in changed_keys(there, config):
@@ -234,17 +237,14 @@ def _train(
     before: Config | None,
     force: bool,
 ) -> None:
-    """Train the run in a folder that this program holds, and write its results.  Collective.
-
-    It resumes from the newest checkpoint.  Without one it starts, and the caller may first complete
-    the config.  ``before`` is the config so far; None: the run is new.
-    """
+    """Train the run in a folder that this program holds, from its newest checkpoint if any."""
     on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
     if extras.choose is not None:
         config = extras.choose(config, folder, ranks)
     starts = not Checkpoints(folder.checkpoints, ranks).names()
-    if starts:
-        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
+    if starts and not force and on_first_rank(ranks, lambda: folder.last_written):
+        again = f"start at epoch 1 with `train --resume {folder.path} --force`"
+        raise on_first_rank(ranks, lambda: no_checkpoint(folder, again))
     session = Session(config, folder, ranks)
     progress = begin(session) if starts else session.restore()
     if starts:
@@ -269,23 +269,6 @@ def _train(
             )
     on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, progress, extras)
-
-
-def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
-    """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
-    if folder.last_written and not force:
-        again = f"start at epoch 1 with `train --resume {folder.path} --force`"
-        raise no_checkpoint(folder, again)
-
-
-def free_memory() -> None:
-    """Free the memory of a finished session before an evaluation loads the table again.
-
-    TorchRec's pipeline and the model refer to each other, so only the garbage collector frees them.
-    """
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _fit(session: Session, progress: TrainState, extras: Extras) -> None:
@@ -318,7 +301,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras) -> None:
             log.write("test", progress.global_step, results)
             extended = {}
             if folder.extension.is_file():  # by ``extend``
-                extended = {"extended": folder.load_extension()}
+                changes = changes_of(session.store)
+                extended = {"extended": folder.load_extension() | changes}
             files.write_json(folder.results, results | extended)
 
         on_first_rank(ranks, write)
@@ -347,11 +331,7 @@ def _notes_of(session: Session) -> list[str]:
 
 
 def _results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
-    """Rank test with the best parameters, and return the results of a run.  Collective.
-
-    Returns:
-        "test" (None unless it is ranked), "valid", "train" and "checkpoint" of results.json.
-    """
+    """Rank test with the best parameters, and return what results.json has.  Collective."""
     ranked = progress  # progress of the current parameters
     if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
         ranked = session.restore_parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,9 @@ def load_trained(
 ) -> tuple[TrainedModel, TrainState]:
     """Load the model of a checkpoint, of any backend and any number of ranks.  Collective.
 
-    It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
-    about a second after the program starts.  Its rows are split evenly over the ranks; each rank
-    holds the whole scorer.  Everything is float32.  ``which`` is as for ``Checkpoints.order``.
-
-    Returns:
-        The model, whose config has numbers in place of null, and the progress of its checkpoint.
-
-    Raises:
-        CheckpointError: The run has no readable checkpoint, or none of that name.
+    It does not load TorchRec, so it is ready about a second after the program starts.  Its rows are
+    split evenly over the ranks; each rank has the whole scorer.  Everything is float32.  ``which``
+    and errors are as for ``Checkpoints.order``; the model's config has numbers in place of null.
     """
     set_threads(config.threads, processes.local_world_size)
     store = open_store(config, folder.path, processes)
@@ -88,13 +82,9 @@ def load_trained(
 
 
 class Session:
-    """A run in memory, ready to train.  Collective: every rank makes one with the same arguments.
+    """A run in memory, ready to train, whose ``config`` has numbers in place of null.  Collective.
 
-    ``config`` then has numbers in place of null where they are resolved.
-
-    Raises:
-        ConfigError: The settings cannot be trained or run on this machine.
-        DataError: The data lacks weights or types that the settings need.
+    Raises ConfigError or DataError for settings that this machine or data cannot train.
     """
 
     def __init__(self, config: Config, folder: RunFolder, processes: Processes):
@@ -109,8 +99,8 @@ class Session:
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         allow_tf32(config.train.precision == "tf32")
-        loading = announced("loading TorchRec") if processes.is_first else nullcontext()
-        with quiet_dependencies(), loading:  # imported late: a trained run needs no engine
+        # imported late: a trained run needs no engine
+        with quiet_dependencies(), announced("loading TorchRec"):
             from kge_torchrec.training.assembly import build_backend
             from kge_torchrec.training.averaging import Averaging
             from kge_torchrec.training.disk_table import DiskTable
@@ -162,10 +152,9 @@ class Session:
 
     @contextmanager
     def trained_model(self) -> Iterator[TrainedModel]:
-        """Yield the model after the last finished step, for use outside steps.  Collective.
+        """Yield the model, or its average, after the last finished step.  Collective.
 
-        It has the average of the weights if train.averaging has made one.  Its scorer has whole
-        parameters only until the end of the ``with`` block.
+        Its scorer has whole parameters only until the end of the ``with`` block.
         """
         with self.averaging.applied(), self.backend.dense.gathered():
             if self.disk is None:
@@ -186,14 +175,9 @@ class Session:
         return scale.state() if isinstance(scale, LossScale) else {}
 
     def restore(self) -> TrainState:
-        """Load the whole state of the newest readable checkpoint, to resume training.
+        """Load the newest readable checkpoint, to resume training; return its progress.
 
-        Returns:
-            The progress of the checkpoint, or that of a new run without checkpoints.
-
-        Raises:
-            CheckpointError: There are checkpoints, but none is readable.
-            ConfigError: Training would resume within an epoch whose steps had other parts.
+        It is that of a new run without checkpoints.
         """
         if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
@@ -255,11 +239,7 @@ class Session:
             )
 
     def restore_parameters(self) -> TrainState:
-        """Load only the parameters of the best checkpoint, to use but not to train them further.
-
-        Returns:
-            The progress of the checkpoint.
-        """
+        """Load the parameters alone of the best checkpoint, to rank with; return its progress."""
         self.averaging.clear()
         rows = [own for own in self.rows() if own.name.startswith("model.")]
         if self.disk is not None:
@@ -268,12 +248,7 @@ class Session:
         return self.checkpoints.load(names, lambda checkpoint: rows).progress
 
     def rank(self, split: str) -> dict[str, Any]:
-        """Rank a split and return its filtered metrics.
-
-        Returns:
-            {"head" | "tail" | "both": {ties: {metric: value}}}.  If evaluation.metric is one of
-            recommendations, also "recommendation", see ``recommendation_metrics``.
-        """
+        """Return the filtered metrics of a split, and of recommendations if they are the metric."""
         triples = self.store.split(split)
         with self.trained_model() as model:
             evaluation = self.config.evaluation

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import (
     Vectors,
@@ -45,7 +46,6 @@ from kge_torchrec.training.checkpoints import (
     Checkpoints,
     NonFiniteParameters,
 )
-from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import TABLE, Session
 from kge_torchrec.training.state import TrainState
@@ -54,12 +54,7 @@ Pieces = Iterable[tuple[int, Tensor]]  # first row, and rows (m, ...)
 
 
 def begin(session: Session) -> TrainState:
-    """Start a new run from what it extends or from model.init_from, if any.  Collective.
-
-    Raises:
-        DataError, ConfigError: The vectors are unusable.  Raised on every rank.
-        CheckpointError: The checkpoint of the run that is extended is not readable, or not finite.
-    """
+    """Start a new run from what it extends or from model.init_from, if any.  Collective."""
     folder, source = session.folder, session.config.model.init_from
     progress = TrainState(data=session.store.fingerprint)
     if on_first_rank(session.processes, folder.extension.is_file):
@@ -98,25 +93,17 @@ class RowMap:
         return cls(model, entities, relations, old.num_relations)
 
     @classmethod
-    def of_base(cls, model: ModelConfig, store: TripleStore) -> RowMap:
+    def of_base(cls, model: ModelConfig, store: TripleStore, base: GraphSize) -> RowMap:
         """Return the map from an extended store, whose old labels keep their ids, to its base."""
-        base = store.base
-        assert base is not None
-
-        def ids(old: int, new: int, first: int = 0) -> np.ndarray:
-            return np.where(np.arange(new) < old, np.arange(first, first + new), -1)
-
-        features = ids(base.features, store.num_rows - store.num_entities, base.entities)
-        entities = np.append(ids(base.entities, store.num_entities), features)
-        relations = ids(base.relations, store.num_relations)
-        return cls(model, entities, relations, base.relations)
+        rows, new = np.arange(store.num_rows), store.num_entities - base.entities
+        rows[store.num_entities :] -= new  # features follow the entities
+        rows[base.entities : store.num_entities] = rows[store.num_entities + base.features :] = -1
+        relations = np.arange(store.num_relations)
+        relations[base.relations :] = -1
+        return cls(model, rows, relations, base.relations)
 
     def of(self, name: str, first: int, count: int) -> np.ndarray:
-        """Return the numbers (count,) of some rows of a tensor, or of optimizer state, by name.
-
-        Raises:
-            ConfigError: The tensor depends on the relations, not by row, and there are new ones.
-        """
+        """Return the numbers (count,) of some rows of a tensor, or of optimizer state, by name."""
         name = name.partition(".")[2]
         if name.startswith(ENTITY_WEIGHT):
             return self.entities[first : first + count]
@@ -164,11 +151,7 @@ PiecesOf = Callable[[str, np.ndarray], Pieces]  # from a tensor's name and sorte
 
 
 def _fill(session: Session, rows: list[Rows], numbers: RowMap, pieces_of: PiecesOf) -> None:
-    """Write rows of a source, by their numbers in it, into those of a run.  Collective.
-
-    Raises:
-        Damaged: The source lacks rows, or a piece does not match its checksum.
-    """
+    """Write rows of a source, by their numbers in it, into those of a run.  Collective."""
 
     def read() -> None:
         for own in rows:
@@ -201,11 +184,8 @@ def _extend(session: Session, progress: TrainState) -> None:
     ranks, folder = session.processes, session.folder
     origin = on_first_rank(ranks, folder.load_extension)
     source, name = RunFolder(origin["from"]), origin["checkpoint"]
-    old = on_all_ranks(ranks, lambda: _store_of(source))
-    numbers = RowMap.by_label(session.config.model, old, session.store)
     try:
-        opened = Checkpoints(source.checkpoints, ranks).open(name)
-        _check_store(opened, old)
+        opened, numbers, _ = _opened(session, source, name)
         _fill(session, session.rows(), numbers, opened.rows)
     except (OSError, Damaged, OtherRankFailed) as error:
         raise CheckpointError(
@@ -220,6 +200,9 @@ def _extend(session: Session, progress: TrainState) -> None:
 
         on_first_rank(ranks, save)
     session.take_numbers(opened.progress)
+    if "new" in (changes := changes_of(session.store)):
+        counts = changes["new"]
+        say(", ".join(f"{n:,} new {what}" for what, n in counts.items()), values=counts)
     try:
         session.checkpoints.save(session.state(progress), progress)
     except NonFiniteParameters as error:
@@ -229,30 +212,47 @@ def _extend(session: Session, progress: TrainState) -> None:
         ) from error
 
 
-def _store_of(run: RunFolder) -> TripleStore:
-    return TripleStore.open(run.store_of(run.load_config().data.path))
+def changes_of(store: TripleStore) -> dict[str, dict[str, int]]:
+    """Return how many entities and triples the store of an extended run has more, or lacks."""
+    size, old = store.size, store.base
+    if old is None:
+        return {"deleted": store.report["deleted"]}
+    counts = {
+        "entities": size.entities - old.entities,
+        "relations": size.relations - old.relations,
+        "training triples": size.triples - old.triples,
+    }
+    return {"new": counts | ({"features": size.features - old.features} if size.features else {})}
 
 
-def _check_store(checkpoint: Checkpoint, store: TripleStore) -> None:
-    if checkpoint.progress.data != store.fingerprint:
-        raise StoreError(
-            f"{checkpoint.folder} was trained on different triples than those of {store.path}"
-        )
+def _opened(session: Session, run: RunFolder, name: str) -> tuple[Checkpoint, RowMap, TripleStore]:
+    """Open a checkpoint of another run; return it, where rows are in it, and its store."""
+    checkpoint = Checkpoints(run.checkpoints, session.processes).open(name)
+
+    def read() -> tuple[RowMap, TripleStore]:
+        old = TripleStore.open(run.store_of(run.load_config().data.path))
+        if checkpoint.progress.data != old.fingerprint:
+            raise StoreError(
+                f"{checkpoint.folder} was trained on different triples than those of {old.path}"
+            )
+        return RowMap.by_label(session.config.model, old, session.store), old
+
+    return checkpoint, *on_all_ranks(session.processes, read)
 
 
 # model.init_from
 
 
 def _start_from(session: Session, path: str) -> None:
-    """Replace random rows by those of a file, or of the folder or URL of a run.  Collective."""
+    """Replace random rows by those of a file, or of the folder of a run.  Collective."""
     ranks, store, model = session.processes, session.store, session.config.model
-    folder = on_all_ranks(ranks, lambda: folder_of(path))
+    folder = RunFolder(path)
     names, relations = [TABLE], ""
     if on_first_rank(ranks, lambda: folder.holds_run):
-        checkpoints = Checkpoints(folder.checkpoints, ranks)
-        checkpoint = checkpoints.open(checkpoints.order(BEST)[0])
         before = on_first_rank(ranks, folder.load_config).model
-        numbers = on_all_ranks(ranks, lambda: _of_run(session, folder, checkpoint))
+        best = Checkpoints(folder.checkpoints, ranks).order(BEST)[0]
+        checkpoint, numbers, old = _opened(session, folder, best)
+        on_all_ranks(ranks, lambda: _check_labels(folder, old, store, numbers))
         width, pieces_of = before.dim, cast(PiecesOf, checkpoint.rows)
         same = ("scorer", "dim", "reciprocal", "normalization", "options")
         if all(getattr(model, key) == getattr(before, key) for key in same):
@@ -314,19 +314,15 @@ def _pieces(vectors: Vectors, _: str, wanted: np.ndarray) -> Pieces:
         )
 
 
-def _of_run(session: Session, folder: RunFolder, checkpoint: Checkpoint) -> RowMap:
-    old, new = _store_of(folder), session.store
-    _check_store(checkpoint, old)
+def _check_labels(folder: RunFolder, old: TripleStore, new: TripleStore, numbers: RowMap) -> None:
     if old.has_features and not new.has_features:
         raise ConfigError(
             f"model.init_from: the entities of {folder.path} have features, and those of "
             f"{new.path} have none; start from an export of the run, which has the sums "
             f"(`export {folder.path} -o EXPORT`, then model.init_from EXPORT)"
         )
-    numbers = RowMap.by_label(session.config.model, old, new)
     if not (numbers.entities[: new.num_entities] >= 0).any():
         raise nothing_in_common(folder.path, old.entities.array, new.entities.array)
-    return numbers
 
 
 # Rows that no step changes
@@ -350,7 +346,7 @@ def freeze(session: Session) -> None:
                 f"train.extension.freeze old: {store.path} is no extended store and has no old "
                 "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
             )
-        old = RowMap.of_base(config.model, store)
+        old = RowMap.of_base(config.model, store, store.base)
         rows |= torch.from_numpy(old.entities[start:stop] >= 0)
         frozen = {
             name: torch.from_numpy(old.of(f"model.objective.{name}", 0, len(parameter)) >= 0)

@@ -39,10 +39,9 @@ class TrainState:
         return asdict(self)
 
     def has_stalled(self, metric: str, share: float) -> bool:
-        """Return whether the last share of the training gained less than ``LEAST_GAIN``.
+        """Return whether the last share of the epochs so far gained less than ``LEAST_GAIN``.
 
-        The share is of the epochs until the last validation.  It covers at least
-        ``LEAST_VALIDATIONS`` validations.
+        It covers at least ``LEAST_VALIDATIONS`` validations.
         """
         last = self.validations[-1][0] if self.validations else 0
         recent = sum(epoch > (1 - share) * last for epoch, _ in self.validations)

@@ -42,10 +42,7 @@ class StopSignal:
     The first Ctrl-C requests a stop; a later signal raises KeyboardInterrupt at once.  SIGINT is
     not handled if the program has its own handler or ignores it.  Python handles signals only in
     the main thread; in another thread, this rank only learns of signals to the other ranks.
-
-    Args:
-        processes: The ranks of the run.
-        note: Printed to stderr at the first Ctrl-C.
+    ``note`` is printed to stderr at the first Ctrl-C.
     """
 
     def __init__(self, processes: Processes, note: str = ""):

@@ -97,12 +97,9 @@ class WandB:
 
 
 class MetricsLog:
-    """Writes metrics to metrics.jsonl and to trackers.  Only rank 0 has one.
+    """Writes metrics to metrics.jsonl and to the trackers of a config.  Only rank 0 has one.
 
-    Args:
-        folder: Folder of the run.
-        config: The config, which names the trackers; None: there are none.
-        resumed_at: Global step from which the run goes on; later lines are dropped.
+    Lines after ``resumed_at``, the global step from which the run goes on, are dropped.
     """
 
     def __init__(self, folder: RunFolder, config: Config | None = None, resumed_at: int = 0):

@@ -70,13 +70,7 @@ class Trainer:
     def run(self) -> TrainState:
         """Train until the last epoch or early stopping; return the final progress.
 
-        Earlier checkpoints remain after every error.
-
-        Raises:
-            NonFiniteLoss, NonFiniteParameters: Training diverged.
-            CheckpointError: A checkpoint cannot be written.
-            TrainingStopped: SIGTERM or SIGUSR1 to any rank, after a checkpoint.
-            TrainingInterrupted: Ctrl-C, after a checkpoint.
+        Errors are as of ``api.train``; earlier checkpoints remain after each.
         """
         epochs, progress = self.config.train.epochs, self.progress
         with self._bar() as bar, self.stop, self.session.checkpoints.closing():
@@ -155,11 +149,9 @@ class Trainer:
         return trained
 
     def read_losses(self, epoch: int, last_step: int) -> list[float]:
-        """Return the global losses of the steps since the last read.  Collective.
+        """Return the global losses of the steps since the last read, until ``last_step``.
 
-        Raises:
-            NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
-                bad step (of ``last_step`` steps in the epoch) and its rank.
+        Collective.  All ranks raise NonFiniteLoss, with the first bad step and its rank.
         """
         if not self.losses:
             return []
@@ -241,12 +233,9 @@ class Trainer:
 
     def _settle(self, waits: bool) -> None:
         """End the writing of the last checkpoint, see ``Checkpoints.settle``; log its figures."""
-        begun = time.perf_counter()
         figures = self.session.checkpoints.settle(waits)
-        if figures is None:
-            return
-        waited = round(time.perf_counter() - begun, 3)
-        self._write("checkpoint", {**figures, "waited_seconds": waited})
+        if figures is not None:
+            self._write("checkpoint", figures)
 
     def _save(self, ends: bool = False) -> None:
         """Write a checkpoint, and wait for it if training ``ends`` there."""
@@ -255,7 +244,7 @@ class Trainer:
         background = self.config.checkpoint.options.background and not ends
         figures = self.session.checkpoints.save(state, self.progress, background)
         if figures is not None:
-            self._write("checkpoint", {**figures, "waited_seconds": 0.0})
+            self._write("checkpoint", figures)
 
     def _stopped(self) -> TrainingStopped | TrainingInterrupted:
         is_interrupt = self.stop.is_interrupt

@@ -115,16 +115,14 @@ def test_rank_that_fails_in_training_is_named(tmp_path, capsys):
 
 
 def test_presets_of_a_run_are_compared_by_initial_values_only(tmp_path, capsys):
-    """``compare URL`` takes the run's config and triples, and leaves its folder as it is."""
+    """``compare RUN`` takes the run's config and triples, and leaves its folder as it is."""
     changes = {"model__dim": 16, "train__epochs": 1, "train__optimizer": "adam"}
-    url = f"file://{tmp_path}/copy"
-    changes |= {"checkpoint__options__copy_to": url}
     run = api.train(config_of("countries", tmp_path / "run", **changes))
     before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
     folder = tmp_path / "compared"
     words = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0", "--train.epochs", "0",
              "--threads", "1", "--run.dir", str(folder)]  # fmt: skip
-    assert main(["compare", url, *words]) == 0
+    assert main(["compare", str(run.path), *words]) == 0
     assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
     results = report_of(folder)
     assert results["config"]["model"] == json.loads(json.dumps(run.config.to_dict()["model"]))

@@ -34,9 +34,18 @@ def start(store: Path, **changes) -> Trainer:
 # Losses
 
 
-class Mean(Loss):
+def loss(form) -> type[Loss]:
+    """A loss whose forward is a function."""
+
     def forward(self, positive, query, negative, mask):
-        return ((negative * mask).mean(1) - positive).mean()
+        return form(positive, query, negative, mask)
+
+    return type("Own", (Loss,), {"forward": forward})
+
+
+Mean = loss(lambda positive, query, negative, mask: ((negative * mask).mean(1) - positive).mean())
+OneAnswer = loss(lambda positive, query, negative, mask: (negative * mask).mean(1) - positive)
+NoMask = loss(lambda positive, query, negative, mask: negative.mean(1) - positive)
 
 
 class ForEachAnswer(Loss):
@@ -45,16 +54,6 @@ class ForEachAnswer(Loss):
     def forward(self, positive, query, negative, mask):
         others = (negative * mask).mean(1)
         return (others if query is None else others[query]) - positive
-
-
-class OneAnswer(Loss):
-    def forward(self, positive, query, negative, mask):
-        return (negative * mask).mean(1) - positive
-
-
-class NoMask(Loss):
-    def forward(self, positive, query, negative, mask):
-        return negative.mean(1) - positive
 
 
 class _Closed(OverAll):

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
 from grown_runs import (
-    FIRST,
     TABLE,
-    TABLES,
-    base_config,
     base_run,
     featured_run,
     new_triples,
@@ -21,8 +17,6 @@ from grown_runs import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_rows import composition
-from training_runs import fit
-from worlds import run_world
 
 from kge_torchrec import api, extend, load_model, open_run
 from kge_torchrec.cli import main
@@ -55,41 +49,6 @@ def vectors_of(run: Path) -> dict[str, torch.Tensor]:
         return dict(zip(labels, torch.from_numpy(opened.model.entities), strict=True))
 
 
-def rank_extends(run: Path, output: Path, features: Path | None) -> None:
-    extend(run, new_triples(), output, epochs=0, features=features)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [(2, {"train__optimizer": "rowwise_adagrad"}), (3, {"tables": True})],
-    ids=str,
-)
-def test_rows_of_features_move_behind_new_entities(tmp_path, ranks, changes):
-    """Whatever the pieces of the old checkpoint: some have rows of entities and of features."""
-    run = featured_run(ranks, **changes)
-    run_world(1, rank_extends, run, tmp_path / "run", new_file())
-    store = TripleStore.open(tmp_path / "run" / "store")
-    assert store.size.features - store.base.features == 2 and store.num_entities == OLD + NEW
-    before, after = tensors(run), tensors(tmp_path / "run", FIRST)
-    settings_of = TABLES if changes == {"tables": True} else changes
-    fresh = fit(base_config(store.path, tmp_path / "fresh", train__epochs=0, **settings_of))
-    drawn = fresh.backend.shard().rows
-    assert before.keys() == after.keys()
-    for name, old in before.items():
-        new, entities, features = after[name], OLD, store.base.features
-        if TABLE.removeprefix("model.") not in name:
-            continue
-        if settings_of is TABLES and name != TABLE:
-            entities, features = (OLD, 0) if len(old) == OLD else (0, features)
-        first = len(new) - (features + 2 if features else 0)
-        assert torch.equal(new[:entities], old[:entities]), name
-        assert torch.equal(new[first : first + features], old[entities:]), name
-        added = torch.cat([new[entities:first], new[first + features :]])
-        expected = torch.cat([drawn[OLD : OLD + NEW], drawn[-2:]])
-        assert torch.equal(added, expected if name == TABLE else torch.zeros_like(added)), name
-        assert len(old) < len(new), name
-
-
 def test_entities_outside_the_file_keep_their_features(tmp_path):
     old = features_of(TripleStore.open(featured_run().parent / "store"))
     kept = extend(featured_run(), new_triples(), tmp_path / "kept", epochs=0)
@@ -117,9 +76,8 @@ def test_runs_without_features_get_some(tmp_path):
     assert (vectors - composition(store) @ rows).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("tables", [False, True])
-def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
-    run, gone = featured_run(2, tables), ["e30", "c1", "e4"]
+def test_deleted_entities_take_features_of_their_own_along(tmp_path):
+    run, gone = featured_run(), ["e30", "c1", "e4"]
     made = extend(run, None, tmp_path / "run", delete=gone, checkpoint="newest")
     old, store = TripleStore.open(run.parent / "store"), TripleStore.open(made.path / "store")
     expected = features_of(old)
@@ -130,15 +88,6 @@ def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
     assert store.report["features"] | {"source": ""} == {
         "source": "", "features": len(left), "pairs": 17, "entities": 17, "without_triples": 1,
         "example": "c0"}  # fmt: skip
-    kept = [label not in gone for label in old.entities.array.to_pylist()]
-    stays = torch.tensor(kept + [name in left for name in names])
-    before, after = tensors(run), tensors(made.path, FIRST)
-    assert torch.equal(before[TABLE][stays], after[TABLE])
-    states = [name for name in before if name.startswith(f"optimizer.{TABLE[6:]}")]
-    assert states
-    for name in states:
-        own = {len(stays): stays, 39: stays[:39], 11: stays[39:]}[len(before[name])]
-        assert torch.equal(before[name][own], after[name]), name
     for file in (file for file in made.path.rglob("*") if file.is_file()):
         assert b"last" not in file.read_bytes() or file.suffix not in (".arrow", ".npy"), file
     api.resume(made.path, {"train.epochs": 1})

@@ -12,10 +12,9 @@ from oracle_training import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, small_store
 from worlds import run_world
 
-from kge_torchrec import api, extend, load_model
+from kge_torchrec import api, load_model
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.trainer import Trainer
 
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}
@@ -103,16 +102,6 @@ def test_every_use_of_a_run_reads_the_average(averaged, tmp_path):
     assert np.array_equal(session.parameters["entities"], rows)
     assert not np.array_equal(session.backend.shard().rows, rows)
     assert np.array_equal(load_model(averaged.export(tmp_path / "export")).entities, rows)
-
-
-def test_extended_run_starts_from_the_average(averaged, tmp_path):
-    new = [("e1", "r0", "new"), ("new", "r1", "e2")]
-    run = extend(averaged.path, {"train": new}, tmp_path / "extended", freeze=True)
-    count = len(averaged.entities)
-    assert np.array_equal(run.entities[:count], averaged.entities)
-    opened = Checkpoint.open(run.folder.checkpoints / "step-000000000000")
-    assert not [name for name in opened.tensors if name.startswith("raw.")]
-    run.close()
 
 
 def test_best_average_is_the_one_that_was_validated(tmp_path):

@@ -1,4 +1,4 @@
-"""Copies of runs at a URL: what is there, failures, and other machines that resume or read them."""
+"""Copies of runs at a URL: what is there, failures, and other machines that resume them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from training_runs import (
     config_of,
-    evaluate,
     largest_difference,
     longer_config,
     parameters,
@@ -34,33 +33,26 @@ from kge_torchrec import api, extend
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training import checkpoints as checkpoints_module
-from kge_torchrec.training import copier as copying
 from kge_torchrec.training.checkpoint_files import Damaged
-from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
+from kge_torchrec.training.copies import CopyError, fetch, mark_of, newest_of
 
 KEY = "checkpoint.options.copy_to"
 URL = "memory://copies/run"
 FIRST, SECOND, THIRD = (f"step-{step:012d}" for step in (5, 10, 15))
 
 
-def files_of(folder: Path, seed: int) -> Path:
-    lines = random_triples(37, 3, 150, seed)
+@pytest.fixture(scope="module")
+def triples(tmp_path_factory) -> Path:
+    """Files of triples, which a run turns into a store of its own."""
+    folder, lines = tmp_path_factory.mktemp("triples"), random_triples(37, 3, 150)
     for name, part in (("train", lines[:130]), ("valid", lines[130:140]), ("test", lines[140:])):
         (folder / f"{name}.tsv").write_text("".join("\t".join(t) + "\n" for t in part))
     return folder
 
 
-@pytest.fixture(scope="module")
-def triples(tmp_path_factory) -> Path:
-    """Files of triples, which a run turns into a store of its own."""
-    return files_of(tmp_path_factory.mktemp("triples"), seed=0)
-
-
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
-    """Each test has its own cache, memory file system and working folder, and no pauses."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(copying, "_PAUSE", 0.0)
+    """Each test has its own memory file system and working folder."""
     monkeypatch.chdir(tmp_path)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -73,7 +65,19 @@ def copied_config(triples: Path, folder: Path | str, url: str = URL, **changes):
 
 def one_epoch(triples: Path, folder: Path, **changes):
     """A copied run of one epoch, which ends with the checkpoint FIRST."""
-    return api.train(copied_config(triples, folder, train__epochs=1, **changes))
+    return api.train(copied_config(triples, folder, **{"train__epochs": 1, **changes}))
+
+
+def again(triples: Path, folder: Path, **changes):
+    """The same command with run.resume auto, such as on another machine."""
+    return one_epoch(triples, folder, run__resume="auto", **changes)
+
+
+def download(url: str, folder: Path) -> Path:
+    """As docs/how-to/resume-and-checkpoints.md says."""
+    fs, path = fsspec.url_to_fs(url)
+    fs.get(path, str(folder), recursive=True)
+    return folder
 
 
 def mark(url: str = URL) -> dict:
@@ -86,9 +90,13 @@ def checkpoints(url: str = URL) -> list[str]:
     return sorted(path.rpartition("/")[2] for path in fs.ls(f"{root}/checkpoints", detail=False))
 
 
+def problem(run: Path) -> str:
+    return mark_of(run)["problem"]
+
+
 def warnings(caplog) -> list[str]:
     """The warnings about the copy."""
-    ours = [r for r in caplog.records if r.name.endswith(("copier", "remote_runs"))]
+    ours = [r for r in caplog.records if r.name.endswith("copies")]
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
@@ -127,23 +135,32 @@ def failing(times: int):
 # What is copied
 
 
-def test_copy_has_what_a_run_needs(triples, tmp_path):
+def test_copy_has_what_a_run_needs(triples, tmp_path, capsys):
+    """A download of it is a run, which resumes and is copied to the same place."""
     with patch.object(checkpoints_module, "SMALL", 0):  # a thread writes them
         run = api.train(copied_config(triples, tmp_path / "run"))
     fs, root = fsspec.url_to_fs(URL)
     for path in sorted(run.path.rglob("*")):
         name = str(path.relative_to(run.path))
-        if path.is_file() and name not in (".lock", "copied.json"):
+        if path.is_file() and name not in (".lock", "copy.json"):
             assert fs.cat_file(f"{root}/{name}") == path.read_bytes(), name
     assert not fs.exists(f"{root}/.can-be-written")
     assert mark()["newest"] == checkpoints()[-1]
     assert checkpoints() == sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    for words in (["predict", URL, "--head", "e1", "--relation", "r1"], ["train", URL]):
+        assert main(words) == 1
+        assert f"{URL} is no folder; download the run first" in capsys.readouterr().err
+    there = download(URL, tmp_path / "there")
+    assert api.open_run(there).evaluate("test") == run.results["test"]
+    longer = api.resume(there, {"train.epochs": 4})
+    assert epochs_of(longer) == [1, 2, 3, 4] and mark()["newest"] == "step-000000000020"
 
 
 def test_store_of_its_own_place_is_not_copied(tmp_path):
-    one_epoch(tiny_store(tmp_path / "store").path, tmp_path / "run").close()
+    store = tiny_store(tmp_path / "store").path
+    one_epoch(store, tmp_path / "run").close()
     assert not MemoryFileSystem().exists("/copies/run/store")
-    assert api.open_run(URL).results["train"]["epochs"] == 1
+    assert again(store, tmp_path / "other").results["train"]["epochs"] == 1
 
 
 def test_files_are_sent_once_and_replaced_under_another_manifest(triples, tmp_path):
@@ -204,16 +221,16 @@ def arriving_short():
 
 
 @pytest.mark.parametrize(
-    ("fault", "times", "words"),
-    [(lambda: failing(2), 2, "the network is down"), (arriving_short, 1, "arrived with")],
+    ("fault", "words"),
+    [(lambda: failing(1), "the network is down"), (arriving_short, "arrived with")],
 )
-def test_failed_copy_is_tried_again(triples, tmp_path, caplog, fault, times, words):
+def test_failed_copy_is_tried_again(triples, tmp_path, caplog, fault, words):
     with fault():
         run = one_epoch(triples, tmp_path / "run")
-    assert len([text for text in warnings(caplog) if "is tried again" in text]) == times
+    assert len([text for text in warnings(caplog) if "is tried again" in text]) == 1
     assert words in caplog.text and "NOT complete" not in caplog.text
-    assert copy_problem(run.path) == "" and mark()["newest"] == FIRST
-    assert api.open_run(URL).model.num_entities == 37
+    assert problem(run.path) == "" and mark()["newest"] == FIRST
+    assert api.open_run(download(URL, tmp_path / "there")).model.num_entities == 37
 
 
 def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, capsys):
@@ -224,11 +241,10 @@ def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, c
     assert f"`train --resume {tmp_path}/run` copies the rest" in caplog.text
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["train"]["epochs"] == 3 and "copy of the run" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="there is no run at memory://copies/run"):
-        api.open_run(URL)
+    assert "/copies/run/copy.json" not in MemoryFileSystem.store
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
     assert "copy of the run: memory://copies/run" in capsys.readouterr().out
-    assert api.open_run(URL).results["test"] == results["test"]
+    assert mark()["newest"] == THIRD
 
 
 def rank_dies_copying(config) -> None:
@@ -255,12 +271,11 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(1, rank_dies_copying, copied_config(triples, tmp_path / "run", url))
     assert checkpoints(url) == [FIRST, SECOND]  # one is cut short
-    there = api.open_run(url)
-    assert [path.name for path in (there.path / "checkpoints").iterdir()] == [FIRST]
-    assert there.model.num_entities == 37
+    fetch(url, tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there/checkpoints").iterdir()] == [FIRST]
+    assert api.open_run(tmp_path / "there").model.num_entities == 37
     run = api.resume(tmp_path / "run")
     assert checkpoints(url) == sorted(path.name for path in (run.path / "checkpoints").iterdir())
-    assert api.open_run(url).results["test"] == run.results["test"]
 
 
 def test_failed_start_leaves_no_copy(triples, tmp_path):
@@ -295,6 +310,7 @@ def test_places_that_take_no_copy_are_refused_before_training(triples, tmp_path)
     (tmp_path / "file").touch()
     for url, error, words in (
         ("vanished://bucket/run", ConfigError, r"needs another package: Install vanishedfs$"),
+        ("nosuch://bucket/run", ConfigError, "nosuch"),
         (f"file://{tmp_path}/file/run", CopyError, r"cannot be read .copy.json.: NotADirectoryErr"),
         *((f"file://{place}", ConfigError, "is, holds or is in the folder of the run")
           for place in (run, tmp_path, run / "copy")),
@@ -306,8 +322,6 @@ def test_places_that_take_no_copy_are_refused_before_training(triples, tmp_path)
         pytest.raises(CopyError, match=f"cannot be written .{KEY} null trains without.*read only"),
     ):
         api.train(copied_config(triples, run))
-    with pytest.raises(ConfigError, match="nosuch"):
-        api.open_run("nosuch://bucket/run")
     assert not (run / "config.yaml").exists()
 
 
@@ -335,118 +349,51 @@ def rank_dies(config, newest: str, url: str) -> None:
     api.train(config, [die])
 
 
-def rank_resumes(url: str, folder: str) -> dict:
-    with api.resume(url, {"run.dir": folder}) as run:
-        return parameters(run.model)
-
-
 def test_resume_from_a_copy_is_bitwise(triples, tmp_path):
     url = f"file://{tmp_path}/nas/run"
     whole = run_world(2, rank_trains, longer_config(triples, tmp_path / "whole"))
-    config = longer_config(triples, tmp_path / "run", checkpoint__options={"copy_to": url})
+    keys = {"checkpoint__options": {"copy_to": url}, "run__resume": "auto"}
     with pytest.raises(WorldError, match="died with exit code -9"):
-        run_world(2, rank_dies, config, SECOND, url)
+        run_world(2, rank_dies, longer_config(triples, tmp_path / "run", **keys), SECOND, url)
     shutil.rmtree(tmp_path / "run")  # the machine and its disk are gone
-    again = run_world(2, rank_resumes, url, str(tmp_path / "other"))
-    assert largest_difference(whole[0], again[0]) == 0
+    resumed = run_world(2, rank_trains, longer_config(triples, tmp_path / "other", **keys))
+    assert largest_difference(whole[0], resumed[0]) == 0
     assert mark(url)["newest"] == newest_of(tmp_path / "other")  # it is copied to the same place
     assert json.loads((tmp_path / "nas/run/results.json").read_text())["train"]["epochs"] == 4
-    assert copy_problem(tmp_path / "other") == ""
+    assert problem(tmp_path / "other") == ""
 
 
-def test_resume_auto_takes_the_copy(triples, tmp_path):
-    run = one_epoch(triples, tmp_path / "run", run__resume="auto")
-    lines = run.history[:-1]
-    shutil.rmtree(run.path)
-    again = one_epoch(triples, tmp_path / "run", run__resume="auto")
-    assert again.history[:-1] == lines  # it has trained nothing
-    with pytest.raises(ConfigError, match="already holds another run; resume it with"):
-        api.train(copied_config(triples, tmp_path / "new"))
-    assert not (tmp_path / "new" / "config.yaml").exists()
-
-
-def test_the_further_one_of_folder_and_copy_is_resumed(triples, tmp_path):
-    one_epoch(triples, tmp_path / "run").close()
-    api.resume(URL, {"run.dir": str(tmp_path / "other"), "train.epochs": 2}).close()
+def test_resume_auto_takes_the_further_one_of_folder_and_copy(triples, tmp_path):
+    lines = one_epoch(triples, tmp_path / "run").history[:-1]
+    other = again(triples, tmp_path / "other")
+    assert other.history[:-1] == lines and other.config.run.dir == str(tmp_path / "other")
+    api.resume(other.path, {"train.epochs": 2}).close()
     with pytest.raises(ConfigError, match=r"is further than .*run \(step-0*10 instead of step-0*5"):
         api.resume(tmp_path / "run")  # a disk that comes back
-    run = api.resume(URL, {"run.dir": str(tmp_path / "run"), "train.epochs": 3})
-    assert epochs_of(run) == [1, 2, 3] and run.config.run.dir == str(tmp_path / "run")
+    run = again(triples, tmp_path / "run", train__epochs=2)
+    assert epochs_of(run) == [1, 2]
     with failing(10**6):
-        api.resume(run.path, {"train.epochs": 4})
-    assert mark()["newest"] == THIRD and copy_problem(run.path)
-    run = api.resume(URL, {"run.dir": str(run.path)})  # which is further than the copy
-    assert epochs_of(run) == [1, 2, 3, 4]
-    assert mark()["newest"] == "step-000000000020" and not copy_problem(run.path)
+        api.resume(run.path, {"train.epochs": 3})
+    assert mark()["newest"] == SECOND and problem(run.path)
+    run = again(triples, tmp_path / "run", train__epochs=3)  # which is further than the copy
+    assert epochs_of(run) == [1, 2, 3] and mark()["newest"] == THIRD and not problem(run.path)
 
 
-def test_default_folder_of_a_resumed_copy(triples, tmp_path):
-    one_epoch(triples, tmp_path / "gone").close()
-    assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
-    MemoryFileSystem().copy("/copies/run", "/copies/moved", recursive=True)
-    run = api.resume("memory://copies/moved", {"run.dir": "moved", "train.epochs": 3})
-    assert run.config.checkpoint.options.copy_to == "memory://copies/moved"
-    assert mark("memory://copies/moved")["newest"] > mark()["newest"]
+def test_other_runs_stay(triples, tmp_path):
+    one_epoch(triples, tmp_path / "run").close()
+    before = mark()
+    with pytest.raises(ConfigError, match="already holds another run; name another URL"):
+        api.train(copied_config(triples, tmp_path / "new"))
+    assert not (tmp_path / "new" / "config.yaml").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match="holds something else than the run at"):
-        api.resume(URL, {"run.dir": str(tmp_path / "mine")})
-
-
-# Reading
-
-
-def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
-    run = api.train(copied_config(triples, tmp_path / "run", evaluation__every=1))
-    here, rows = run.evaluate("valid"), parameters(run.model)
-    query = ["--head", "e1", "--relation", "r1"]
-    assert main(["predict", URL, *query]) == 0
-    there = capsys.readouterr()
-    assert f"fetching {URL} into {cache_of(URL)}" in there.err
-    assert main(["predict", str(tmp_path / "run"), *query]) == 0
-    assert capsys.readouterr().out == there.out
-    for words in (["evaluate", URL, "--by", "relation"], ["export", URL, "-o", "exported"],
-                  ["report", URL]):  # fmt: skip
-        assert main(words) == 0
-        assert "fetching" not in capsys.readouterr().err  # once is enough
-    assert (cache_of(URL) / "report.html").is_file()
-    assert evaluate(URL, "valid") == here
-    config = longer_config(triples, tmp_path / "new", model__init_from=URL, train__epochs=0)
-    assert largest_difference(rows, parameters(api.train(config).model)) == 0
-
-
-def test_cache_follows_the_copy(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
-    assert api.open_run(URL).results["train"]["epochs"] == 3
-    names = []
-    for epochs in (4, 5, 6):
-        api.resume(tmp_path / "run", {"train.epochs": epochs}).close()
-        run = api.open_run(URL)
-        assert run.results["train"]["epochs"] == epochs
-        names.append(sorted(path.name[-2:] for path in (run.path / "checkpoints").iterdir()))
-    # Those of the state before stay for processes that are reading them.
-    assert names == [["15", "20"], ["20", "25"], ["25", "30"]]
-    MemoryFileSystem.store.clear()
-    with pytest.raises(ConfigError, match="there is no run at"):
-        api.open_run(URL)
-    (tmp_path / "others").mkdir()
-    one_epoch(files_of(tmp_path / "others", seed=1), tmp_path / "new").close()
-    run = api.open_run(URL)  # another run at the same place
-    assert run.results["train"]["epochs"] == 1 and run.model.num_entities == 37
-    assert [path.name for path in (run.path / "checkpoints").iterdir()] == [FIRST]
-
-
-def test_run_that_was_fetched_is_used_without_the_network(triples, tmp_path, caplog):
-    one_epoch(triples, tmp_path / "run").close()
-    expected = api.open_run(URL).evaluate("valid")
-    with patch.object(MemoryFileSystem, "cat_file", side_effect=ConnectionError("no network")):
-        assert api.open_run(URL).evaluate("valid") == expected
-        assert any("no network; using what was fetched before" in x for x in warnings(caplog))
-        with pytest.raises(CopyError, match="no network"):  # the copy may be further
-            api.resume(URL, {"run.dir": str(tmp_path / "other")})
-        shutil.rmtree(cache_of(URL))
-        with pytest.raises(CopyError, match="no network"):
-            api.open_run(URL)
+        again(triples, tmp_path / "mine")
+    made = extend(tmp_path / "run", {"train": [("e1", "r1", "new")]}, tmp_path / "new", epochs=1)
+    assert made.config.checkpoint.options.copy_to is None and mark() == before
+    where = {KEY: "memory://copies/less"}
+    extend(made.path, None, tmp_path / "less", delete=["e1"], overrides=where).close()
+    assert mark("memory://copies/less")["newest"] == "step-000000000000"
 
 
 def test_fetch_that_is_killed_goes_on(triples, tmp_path):
@@ -455,29 +402,30 @@ def test_fetch_that_is_killed_goes_on(triples, tmp_path):
         patch.object(MemoryFileSystem, "get_file", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        api.open_run(URL)
-    assert not (cache_of(URL) / "config.yaml").exists()
-    assert api.open_run(URL).model.num_entities == 37
+        fetch(URL, tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
+    fetch(URL, tmp_path)
+    assert api.open_run(tmp_path).model.num_entities == 37
+    assert not (tmp_path / ".fetched").exists()
 
 
 def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog):
-    run, fs = api.train(copied_config(triples, tmp_path / "run")), MemoryFileSystem()
+    api.train(copied_config(triples, tmp_path / "run")).close()
+    fs = MemoryFileSystem()
     fs.pipe_file(f"/copies/run/checkpoints/{THIRD}/rank-00000.safetensors", b"short")
-    run = api.open_run(URL)
-    assert run.model.num_entities == 37
+    fetch(URL, tmp_path / "one")
+    assert api.open_run(tmp_path / "one").model.num_entities == 37
     assert any(f"{THIRD} is damaged" in text for text in warnings(caplog))
-    assert [path.name for path in (run.path / "checkpoints").iterdir()] == [SECOND]
+    assert [path.name for path in (tmp_path / "one/checkpoints").iterdir()] == [SECOND]
     fs.pipe_file(f"/copies/run/checkpoints/{SECOND}/manifest.json", b"short")
-    shutil.rmtree(run.path)
     with pytest.raises(CopyError, match="has no checkpoint that is whole"):
-        api.open_run(URL)
+        fetch(URL, tmp_path / "two")
     content = bytearray(fs.cat_file("/copies/run/store/train.npy"))
     content[-1] ^= 1
     fs.pipe_file("/copies/run/store/train.npy", bytes(content))
-    shutil.rmtree(cache_of(URL))
     with pytest.raises(Damaged, match=f"{URL}/store is damaged: the checksum of train.npy does"):
-        api.open_run(URL)
-    assert not cache_of(URL).joinpath("store").exists()
+        fetch(URL, tmp_path / "three")
+    assert not (tmp_path / "three/store").exists()
 
 
 def test_copy_of_somebody_else_stays_in_its_folder(triples, tmp_path):
@@ -491,20 +439,8 @@ def test_copy_of_somebody_else_stays_in_its_folder(triples, tmp_path):
             fetch(URL, tmp_path / "here")
 
     raises("names a file outside of the run: '../x'", newest="../x")
-    raises("is a copy of format 1; the only known is 2", format=1)
     raises("names a file outside of the run: '/x'", "store/meta.json", files={"/x": 1})
-    for damaged in (b"{", b'{"format": 2}'):
+    for damaged in (b"{", b'{"run": 2}'):
         MemoryFileSystem().pipe_file("/copies/run/copy.json", damaged)
         with pytest.raises(CopyError, match=r"has a damaged copy.json"):
             fetch(URL, tmp_path / "here")
-
-
-def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
-    one_epoch(triples, tmp_path / "run").close()
-    before = mark()
-    new = {"train": [("e1", "r1", "new")]}
-    made = extend(URL, new, tmp_path / "new", epochs=1)
-    assert made.config.checkpoint.options.copy_to is None and mark() == before
-    where = {KEY: "memory://copies/less"}
-    extend(URL, None, tmp_path / "less", delete=["e1"], overrides=where).close()
-    assert len(api.open_run("memory://copies/less").entity_labels.array) == 36

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from training_runs import (
@@ -32,6 +31,7 @@ from kge_torchrec.training import runs, stop_signal
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
+from kge_torchrec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,32 +126,22 @@ def test_own_ctrl_c_handler_is_kept(ctrl_c):
     assert heard == [signal.SIGINT]
 
 
-def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, ctrl_c):
-    """Also one that comes after the last step, where ranks have agreed to end anyway."""
-    config = config_of(store, tmp_path / "run", train__epochs=1, evaluation__every=1)
-    with pytest.raises(KeyboardInterrupt, match=f"checkpoint step-0*5 is .*{tmp_path / 'run'}"):
-        api.train(config, [lambda heard, values: heard == "epoch" and ctrl_c()])
+@pytest.mark.parametrize("when", ["after the last step", "at the last checkpoint", "while ranking"])
+def test_ctrl_c_in_python_names_the_folder(store, tmp_path, monkeypatch, ctrl_c, when):
+    """Ranks have agreed to end anyway after the last step; test is not ranked then."""
+    save, callbacks = Trainer._save, []
+    if when == "after the last step":
+        callbacks.append(lambda heard, values: heard == "epoch" and ctrl_c())
+    elif when == "at the last checkpoint":
+        monkeypatch.setattr(Trainer, "_save", lambda loop, ends: (save(loop, ends), ctrl_c()))
+    else:
+        monkeypatch.setattr(runs, "_results", lambda *_: ctrl_c())
+    config = config_of(store, tmp_path / "run", train__epochs=1)
+    with pytest.raises(TrainingInterrupted, match=f"esume with `train --resume {tmp_path}/run`."):
+        api.train(config, callbacks)
     assert not (tmp_path / "run" / "results.json").exists()
-    assert api.resume(tmp_path / "run").results["test"] is not None
-
-
-def test_ctrl_c_at_last_checkpoint_skips_test_ranking(store, tmp_path, ctrl_c):
-    def late(loop) -> None:
-        save = loop._save
-        loop._save = lambda ends=False: (save(ends), ctrl_c())
-
-    with pytest.raises(TrainingInterrupted):
-        fit(config_of(store, tmp_path, train__epochs=1, evaluation__every=0), late)
-
-
-def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, ctrl_c):
-    config = config_of(store, tmp_path, train__epochs=1)
-    with (
-        patch.object(runs, "_results", side_effect=lambda *_: ctrl_c()),
-        pytest.raises(KeyboardInterrupt) as caught,
-    ):
-        api.train(config)
-    assert str(caught.value) == f"interrupted; resume with `train --resume {tmp_path}`."
+    monkeypatch.undo()
+    assert api.resume(tmp_path / "run").results["train"]["epochs"] == 1
 
 
 def test_other_threads_train_without_handlers(store, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from training_runs import (
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
+from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.training import checkpoints as module
 from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.run_folder import RunFolder
 
-TIMES = {"seconds", "triples_per_second", "pause_ms", "waited_seconds"}
+TIMES = {"seconds", "triples_per_second"}
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}
 EMA_OF_STEPS = {"train__averaging": "ema", "checkpoint__every__steps": 2,
                 "train__averaging_options": {"decay": 0.9, "every_steps": 3}}  # fmt: skip
@@ -56,12 +55,9 @@ KILLED = [
     (options("rowwise_adam"), 1, 1),
     (options("rowwise_adagrad"), 2, 2),
     (options("adagrad"), 1, 2),
-    (options("sgd"), 2, 4),
     (options("adam"), 4, 1),
-    (EMA_OF_STEPS, 1, 1),
+    (EMA_OF_STEPS, 2, 1),
     ({**EMA, **FSDP}, 2, 2),
-    ({**EMA, "dense__wrapper": "auto"}, 2, 1),
-    (DISK, 1, 1),
     (DISK, 2, 2),
     (BACKGROUND, 2, 2),
     ({"checkpoint__every__epochs": 0}, 1, 1),  # there is no checkpoint
@@ -115,24 +111,3 @@ def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
     assert steps == [5, 10, 15, 20]
     uninterrupted = api.train(longer_config(store, tmp_path / "long"))
     assert longer.results["test"] == uninterrupted.results["test"]
-
-
-def test_keys_of_a_checkpoint_cannot_change(store, tmp_path):
-    keys = {"negatives__regime": "kvsall", "model__reciprocal": False, "train__epochs": 1,
-            "evaluation__every": 1}  # fmt: skip
-    run = api.train(config_of(store, tmp_path / "run", **keys))
-    for key, value in {
-        "model.dim": 16, "model.scorer": "distmult", "train.optimizer": "adam", "seed": 3,
-        "negatives.sides": "tail", "train.averaging": "ema", "evaluation.metric": "mr",
-        "evaluation.max_triples": 4, "evaluation.candidates": "seen",
-    }.items():  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change"):
-            api.resume(run.path, {key: value})
-    assert api.resume(run.path).config == run.config
-
-
-def test_no_temporary_files_are_left(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
-    assert not list((tmp_path / "tmp").iterdir())

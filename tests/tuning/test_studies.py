@@ -317,22 +317,19 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
 
 
 def test_config_of_a_run_is_tuned(tmp_path, capsys):
-    """By its folder or URL; the run keeps its folder, and its triples are those of the trials."""
-    url = f"file://{tmp_path}/copy"
-    keys = {**SMALL, "train.epochs": 1, "checkpoint.options.copy_to": url}
-    run = api.train(config_of("countries", tmp_path / "run", **keys))
+    """The run keeps its folder, and its triples are those of the trials."""
+    run = api.train(config_of("countries", tmp_path / "run", **{**SMALL, "train.epochs": 1}))
     before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
     (tmp_path / "space.yaml").write_text("train.lr: [0.1]\n")
-    for name, path in (("folder", run.path), ("url", url)):
-        study = tmp_path / name
-        words = ["--trials", "1", "--space", str(tmp_path / "space.yaml"), "--threads", "1"]
-        assert main(["tune", str(path), "--study", str(study), *words]) == 0
-        assert "best of 1 trials: trial 0, valid mrr 0." in capsys.readouterr().out
-        tried = Study(study)
-        assert tried.config.model == run.config.model and tried.config.run.dir is None
-        assert tried.store.fingerprint == TripleStore.open(run.path / "store").fingerprint
-        best = load_config(study / "best.yaml")
-        assert (best.train.lr, best.train.epochs) == (0.1, 1)
+    study = tmp_path / "study"
+    words = ["--trials", "1", "--space", str(tmp_path / "space.yaml"), "--threads", "1"]
+    assert main(["tune", str(run.path), "--study", str(study), *words]) == 0
+    assert "best of 1 trials: trial 0, valid mrr 0." in capsys.readouterr().out
+    tried = Study(study)
+    assert tried.config.model == run.config.model and tried.config.run.dir is None
+    assert tried.store.fingerprint == TripleStore.open(run.path / "store").fingerprint
+    best = load_config(study / "best.yaml")
+    assert (best.train.lr, best.train.epochs) == (0.1, 1)
     assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
 
 
