@@ -143,7 +143,7 @@ def _report(run: Run, ties: bool) -> int:
         f"run folder: {run.path}"
     )
     url = run.config.checkpoint.options.copy_to
-    if url is not None and not (problem := mark_of(run.path)["problem"]):
+    if url is not None and not (problem := mark_of(run.path).get("problem")):
         print(f"copy of the run: {url}")
     return int(url is not None and bool(problem))
 

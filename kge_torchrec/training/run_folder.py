@@ -259,11 +259,9 @@ class RunFolder:
 
     def save_frozen(self, frozen: np.ndarray) -> None:
         """Write frozen.npy, (N,) bool, atomically."""
-        partial = self.path / ".frozen.partial.npy"
         self._make()
-        np.save(partial, frozen)
-        files.sync(partial)
-        partial.replace(self.frozen)
+        with files.replacing(self.frozen) as partial, partial.open("wb") as file:
+            np.save(file, frozen)
 
     def load_extension(self) -> dict[str, Any]:
         """Return extended.json: {"from", "checkpoint"}."""

@@ -113,11 +113,9 @@ class Session:
             self.disk = DiskTable(self.backend, layout, *place)
         self.averaging = Averaging(config.train, self.backend)
         self.features = Features.of(self.store)
-        shard = self.backend.shard()
-        if self.disk is None:
-            shard = entity_vectors(shard, self.features)
+        rows = self.backend.shard()
         self._model = TrainedModel(
-            self.scorer, shard, self.store, processes, hides_bars=not self.show
+            self.scorer, rows, self.store, processes, hides_bars=not self.show
         )
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
@@ -164,9 +162,8 @@ class Session:
                 self._model.shard = self.disk.shard()
             try:
                 yield self._model
-            finally:
-                if self.disk is not None:  # lets go of the files
-                    self._model.shard = self.backend.shard()
+            finally:  # lets go of sums of features, and of files
+                self._model.shard = self.backend.shard()
 
     @property
     def loss_scale(self) -> dict[str, float]:

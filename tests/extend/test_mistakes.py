@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_parts import CrossEntropy
 from training_runs import config_of
 from worlds import run_world
 
@@ -14,8 +15,7 @@ from kge_torchrec import Loss, NegativeSampler, Scorer, api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.kernels.comparisons import Comparison
-from kge_torchrec.models.over_all import OverAll
+from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -56,86 +56,54 @@ class ForEachAnswer(Loss):
         return (others if query is None else others[query]) - positive
 
 
-class _Closed(OverAll):
-    def partial_statistics(self, scores, answers):
-        statistics = scores.new_zeros(3, len(scores))
-        statistics[0] = scores.square().sum(1)
-        return statistics
-
-    def loss(self, statistics):
-        return statistics[0]
-
-    def backward(self, scores, statistics, answers, weight):
-        scores.mul_(2 * weight[:, None])
-
-
-class Total(_Closed):
-    def loss(self, statistics):
-        return statistics[0].sum()
-
-
-class Closed(ForEachAnswer):
+class Closed(CrossEntropy):
     def over_all(self, num_entities):
-        return _Closed()
-
-
-class ClosedTotal(ForEachAnswer):
-    def over_all(self, num_entities):
-        return Total()
+        form = super().over_all(num_entities)
+        one_by_one = form.loss
+        form.loss = lambda statistics: one_by_one(statistics).sum()
+        return form
 
 
 # Scorers
 
 
-class ByProducts(Comparison):
-    """9 - |query - row|^2, of a chunk by products, which round differently."""
-
-    def pairs(self, query, rows):
-        return 9 - (query - rows).square().sum(-1)
-
-    def matrix(self, query, rows, index=None, exact=True):
-        rows = rows if index is None else rows[index]
-        squares = query.square().sum(-1)[..., None] + rows.square().sum(-1)[:, None]
-        return 9 - squares + 2 * query @ rows.mT
-
-
-class Sum(ByProducts):
+class Summed(InnerProduct):
     """Sums over all queries."""
 
     def pairs(self, query, rows):
-        return 9 - (query - rows).square().sum()
+        return super().pairs(query, rows).sum()
 
 
-class Shift(ByProducts):
-    """Two formulas."""
+class Shifted(InnerProduct):
+    """Its two formulas differ."""
 
     def matrix(self, query, rows, index=None, exact=True):
         return super().matrix(query, rows, index, exact) + 1
 
 
-class Distance(Scorer):
-    comparison = ByProducts()
+class Product(Scorer):
+    comparison = InnerProduct()
 
     def query(self, anchor, relation, side):
-        return anchor + relation if side == "tail" else anchor - relation
+        return anchor * relation
 
 
-class Summed(Distance):
-    comparison = Sum()
+class Sum(Product):
+    comparison = Summed()
 
 
-class TwoFormulas(Distance):
-    comparison = Shift()
+class TwoFormulas(Product):
+    comparison = Shifted()
 
 
-class OneSide(Distance):
-    """The head query is not t - r."""
+class OneSide(Product):
+    """The head query of <h + r, t> is not t + r."""
 
     def query(self, anchor, relation, side):
         return anchor + relation
 
 
-class Wide(Distance):
+class Wide(Product):
     """Takes two vectors from a relation row that has the elements of one."""
 
     def query(self, anchor, relation, side):
@@ -153,7 +121,7 @@ class OfDim(Scorer):
         super().__init__(3, dim)
 
 
-class Forgets(Distance):
+class Forgets(Product):
     def __init__(self, *args, **kwargs):
         torch.nn.Module.__init__(self)
 
@@ -231,10 +199,10 @@ MISTAKES = [
     (LOSS, "ForEachAnswer", SHARED, r"forward returns shape \(4,\) where \(3,\) is due"),
     (LOSS, "OneAnswer", SHARED, r"forward\(.*\) fails: .* mean_over_answers may compute it"),
     (LOSS, "NoMask", {}, "forward ignores mask: .* multiply each candidate's part of"),
-    (LOSS, "ClosedTotal", {"negatives__regime": "kvsall"},
+    (LOSS, "Closed", {"negatives__regime": "kvsall"},
      r"loss returns shape \(\) where \(3,\) is due"),
     (LOSS, "InitOfLoss", {}, "cannot be constructed: missing .*'weight'; .* Options"),
-    (SCORER, "Summed", {}, r"pairs returns shape \(\) where \(2, 12\) is due"),
+    (SCORER, "Sum", {}, r"pairs returns shape \(\) where \(2, 12\) is due"),
     (SCORER, "TwoFormulas", {}, "matrix and pairs of its comparison give one pair different"),
     (SCORER, "OneSide", {}, "query gives a triple the score .* on side tail and .* on side head"),
     (SCORER, "Wide", {}, r"query fails for .* relation rows \(2, 3, 8\) .* from relation_dim"),
@@ -255,8 +223,7 @@ MISTAKES = [
 ]  # fmt: skip
 RIGHT = [  # only the form of the regime is checked
     (LOSS, "ForEachAnswer", {}),
-    (LOSS, "Closed", {"negatives__regime": "kvsall"}),
-    (SCORER, "Distance", {}),
+    (SCORER, "Product", {}),
     (SCORER, "OneSide", {"model__reciprocal": True}),
     (SAMPLING, "OfTriples", {}),
 ]

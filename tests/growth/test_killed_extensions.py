@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -21,10 +20,7 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api, extend
 from kge_torchrec.cli import main
-from kge_torchrec.config import RunConfig
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.run_folder import RunFolder
 
 # Where the process dies, in order: the name of a function, and on which of its calls.
 # Every way to resume, at its first and at its last moment.
@@ -116,33 +112,6 @@ def test_failed_restart_may_be_repeated(whole, tmp_path):
         extend(base_run(), {"train": [next(iter(old_triples()))]}, output)
     extend(base_run(), new_triples(), output, **GIVEN)
     same(output, whole)
-
-
-def test_folder_with_checkpoints_of_another_run_is_not_changed(tmp_path):
-    """Its config.yaml is gone, so it is no run."""
-    run = shutil.copytree(base_run(), tmp_path / "run")
-    (run / "config.yaml").unlink()
-    held = sorted(run.rglob("*"))
-    for start in (
-        lambda: extend(base_run(), new_triples(), run),
-        lambda: api.train(replace(RunFolder(base_run()).load_config(), run=RunConfig(str(run)))),
-    ):
-        with pytest.raises(KGEError, match="checkpoints already exists without a config"):
-            start()
-        assert sorted(run.rglob("*")) == held
-
-
-def test_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
-    run = shutil.copytree(base_run(), tmp_path / "run")
-    (numbers,) = run.glob("checkpoints/*/rank-00000.safetensors")
-    numbers.write_bytes(numbers.read_bytes()[::-1])
-    with pytest.raises(
-        CheckpointError, match=r"step-\d+ in .* cannot be read: .*--checkpoint NAME"
-    ):
-        extend(run, new_triples(), tmp_path / "new")
-    with pytest.raises(CheckpointError, match="no checkpoint 'step-9'"):
-        extend(run, new_triples(), tmp_path / "new", checkpoint="step-9")
-    assert not (tmp_path / "new").exists()
 
 
 def old_triples():

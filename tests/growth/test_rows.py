@@ -52,10 +52,13 @@ def test_extended_run_keeps_old_rows_and_draws_new_ones_like_a_new_run(tmp_path,
     check_rows(run, output, other)
 
 
+def rank_deletes(run: Path, output: Path, gone: list[str]) -> None:
+    extend(run, None, output, delete=gone, checkpoint="newest")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_run_without_some_entities_keeps_the_rows_of_the_others(tmp_path, case):
     run = CASES[case][0]()
     gone = ["e30", "c1", "e4"] if "features" in case else GONE
-    made = extend(run, None, tmp_path / "run", delete=gone, checkpoint="newest")
-    check_rows(run, made.path)
-    made.close()
+    run_world(CASES[case][2], rank_deletes, run, tmp_path / "run", gone)
+    check_rows(run, tmp_path / "run")

@@ -278,13 +278,6 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
     assert checkpoints(url) == sorted(path.name for path in (run.path / "checkpoints").iterdir())
 
 
-def test_failed_start_leaves_no_copy(triples, tmp_path):
-    with pytest.raises(Exception, match=r"not finite|NaN|nan|inf"):
-        api.train(copied_config(triples, tmp_path / "run", train__lr=1e30))
-    assert "/copies/run/copy.json" not in MemoryFileSystem.store
-    one_epoch(triples, tmp_path / "run").close()
-
-
 # What is refused
 
 

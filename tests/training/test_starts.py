@@ -60,7 +60,6 @@ def test_resume_auto_starts_and_resumes(store, tmp_path):
     [
         ("auto", {"train__lr": 0.5}, "a different config: train.lr is 0.05 there and 0.5 here"),
         ("require", {"seed": 9}, "a different config: seed is 0 there and 9 here"),
-        ("never", {}, "already holds a run; .*--run.resume auto"),
     ],
 )
 def test_run_of_another_config_is_not_changed(store, tmp_path, resume, changes, words):

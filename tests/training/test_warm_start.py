@@ -128,7 +128,6 @@ def with_nan() -> np.ndarray:
 
 INVALID = [
     (".npy", with_nan(), LABELS, "vector of 'e27' .number 4. holds NaN"),
-    (".npy", some_vectors(6), LABELS, "have dim 6, but entities here have dim 8"),
     (".npy", some_vectors(), LABELS[1:], "should hold 28 lines"),
     (".parquet", some_vectors(), [*LABELS[:4], "e30", *LABELS[5:]],
      "'e30' has 2 vectors .number 1 and 5"),
