@@ -17,7 +17,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Tests write thousands of small files, which a disk makes wait for. In memory a third of the time
-# of such tests goes; they keep a few hundred megabytes.
+# of such tests goes. A test that passes leaves nothing (pyproject.toml, tmp_path_retention_policy).
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm"):
     memory = "/dev/shm"
     if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 << 30:

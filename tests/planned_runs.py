@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plain_config import PLAIN
+from training_runs import PLAIN
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -205,24 +206,45 @@ def run_command(words: list[str], extra: list[str], is_last: bool) -> None:
     runs = name == "kge-torchrec" and arguments[0] in ("train", "compare")
     if runs and not any(word.startswith(("--run.dir", "--resume", "--help")) for word in arguments):
         arguments.append(new_run())
-    if name == "kge-torchrec":
-        with mock.patch.dict(os.environ, settings):
+    if name in ("kge-torchrec", "python"):
+        with mock.patch.dict(os.environ, settings), mock.patch.object(sys, "argv", arguments):
             try:
-                code = main(arguments)
-            except SystemExit as ended:  # --help, --version
-                code = ended.code
+                code = main(arguments) if name == "kge-torchrec" else program(arguments[0])
+            except SystemExit as ended:  # --help, --version, the end of a program
+                code = ended.code or 0
     else:
-        start = ["-m", "torch.distributed.run"] if name == "torchrun" else []
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
         places = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
         environment = {**os.environ, **settings, "PYTHONPATH": places}
-        command = [sys.executable, *start, *arguments] if name != "cp" else [name, *arguments]
+        command = [*(torchrun if name == "torchrun" else [name]), *arguments]
         code = subprocess.run(command, env=environment, timeout=600, check=False).returncode
     assert code == 0, f"exit code {code}: {shlex.join([name, *arguments])}"
+
+
+def program(path: str) -> int:
+    """Run a program of docs/examples in this process: another one would import torch again."""
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 def new_run() -> str:
     """A folder for a run, since the default is named by the second and these take less."""
     return f"--run.dir=runs/{len(list(Path('runs').glob('*')))}"
+
+
+@pytest.mark.slow
+def test_notebook_runs(tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    plot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "docs" / "notebooks" / "your_triples.ipynb").read_text("utf-8"))
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    names: dict = {}
+    with plot.rc_context({"backend": "agg"}):
+        for number, source in enumerate(cells):
+            exec(compile(source, f"your_triples.ipynb, code cell {number}", "exec"), names)
+        plot.close("all")
+    assert len(cells) > 5 and 0.3 < names["test"]["both"]["realistic"]["mrr"] < 1
 
 
 def test_yaml_blocks_of_sections_load_as_configs():

@@ -43,14 +43,3 @@ def test_false_triples_are_in_no_split_and_have_tails_of_their_relation(model):
     tails = {(r, t) for _, r, t in store.train.tolist()}
     for head, relation, tail in ids[~is_true].tolist():
         assert (head, relation, tail) not in everything and (relation, tail) in tails
-
-
-def test_program_prints_the_accuracy_of_each_relation(model, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["triple_classification.py", str(model.path)])
-    EXAMPLE["main"]()
-    *relations, total = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert [line[0] for line in relations] == ["r0", "r1", "r2"]
-    counts, accuracies = ([float(line[i]) for line in relations] for i in (1, 4))
-    assert float(total[1]) == sum(counts)
-    mean = np.average(accuracies, weights=counts)
-    assert float(total[4]) == pytest.approx(mean, abs=0.002)

@@ -34,6 +34,7 @@ def test_tests_of_faults_exist(faults):
     assert not missing
 
 
+@pytest.mark.slow
 def test_runner_tells_noticed_missed_and_broken(faults, tmp_path):
     package, tests = tmp_path / "kge_torchrec", tmp_path / "tests"
     package.mkdir()

@@ -32,6 +32,7 @@ def flags(**changes: object) -> list[str]:
     return [f"--{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items()]
 
 
+@pytest.mark.slow
 def test_run_without_torchrec_equals_run_with_it(tmp_path):
     call("train", *flags(run__dir=str(tmp_path / "without")))
     with api.train({**HANDROLLED, "run.dir": str(tmp_path / "with")}) as run:

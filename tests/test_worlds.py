@@ -56,5 +56,5 @@ def rank_one_hangs() -> None:
 
 
 def test_hanging_rank_is_reported():
-    with pytest.raises(WorldError, match=r"(?s)ranks \[1\] not done after 2 s.*rank_one_hangs"):
-        run_world(2, rank_one_hangs, timeout=2)
+    with pytest.raises(WorldError, match=r"(?s)ranks \[1\] not done after 1 s.*rank_one_hangs"):
+        run_world(2, rank_one_hangs, timeout=1)

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from plain_config import PLAIN
 from torch import Tensor
 
 from kge_torchrec import api
@@ -33,6 +32,21 @@ from kge_torchrec.training.start import begin
 from kge_torchrec.training.trackers import MetricsLog
 from kge_torchrec.training.trainer import Trainer
 
+# Values of the keys whose default depends on the graph: the base config of the tests.
+PLAIN = {
+    "model.dim": 128,
+    "model.init": "normal",
+    "model.init_scale": 1e-3,
+    "loss.n3": 0.0,
+    "loss.relation_weight": 0.0,
+    "negatives.count": 512,
+    "train.epochs": 50,
+    "train.batch_size": 1024,
+    "train.lr": 0.1,
+    "evaluation.every": 5,
+    "evaluation.patience": 0,
+    "evaluation.max_triples": 0,
+}
 QUIET = {
     **PLAIN,
     "threads": 1,

@@ -94,6 +94,8 @@ def _limit_threads(threads: int | None) -> None:
     import pyarrow
 
     from kge_torchrec.data import streams
+    from kge_torchrec.environment import cores
 
+    threads = min(threads, cores())  # each thread takes memory in Arrow's joins
     pyarrow.set_cpu_count(threads)
     streams.WORKERS = min(streams.WORKERS, threads)

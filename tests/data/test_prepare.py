@@ -10,6 +10,7 @@ from file_rows import labelled
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kge_torchrec.cli import main
 from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data import sort as ordering
@@ -21,6 +22,7 @@ from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
+from kge_torchrec.environment import cores
 from kge_torchrec.errors import DataError, StoreError
 
 TRAIN = [("a", "r", "b"), ("b", "s", "c"), ("c", "r", "a")]
@@ -380,3 +382,14 @@ def test_ids_are_counted_in_chunks(ids, ascending, chunk):
         patch.setattr(ordering, "CHUNK", chunk)
         results = ordering.id_counts(ids, 31)
     assert results.tolist() == np.bincount(ids, minlength=31).tolist()
+
+
+def test_threads_are_at_most_the_cores(tmp_path):
+    """Arrow's joins take memory for each thread: 100,000 of them took 10 GB."""
+    before = pa.cpu_count()
+    try:
+        file = write(tmp_path / "triples.tsv", TRAIN)
+        words = ["prepare", str(file), "-o", str(tmp_path / "store"), "--threads", "100000"]
+        assert main(words) == 0 and pa.cpu_count() <= cores()
+    finally:
+        pa.set_cpu_count(before)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cached_tables import tables_with_a_cache
-from gpu_runs import FIFTY_STEPS, config_of, trained, trained_by_two_ranks
+from gpu_runs import EPOCHS, FIFTY_STEPS, config_of, trained, trained_by_two_ranks
 from training_runs import parameters, with_duplicates
 
 from kge_torchrec import api
@@ -161,9 +161,9 @@ def test_half_a_run_resumes_here_and_on_a_cpu(device, tmp_path, optimizer):
     keys = {"train__optimizer": optimizer}
     whole = trained(device, tmp_path / "whole", **keys).parameters
     for where in {device.type, "cpu"}:
-        config = config_of(device, tmp_path / where, FIFTY_STEPS, train__epochs=4, **keys)
+        config = config_of(device, tmp_path / where, FIFTY_STEPS, train__epochs=EPOCHS // 2, **keys)
         api.train(config).close()
-        resumed = run_of(tmp_path / where, **{"train.epochs": 8, "device": where})
+        resumed = run_of(tmp_path / where, **{"train.epochs": EPOCHS, "device": where})
         assert max(float((resumed[k] - x).abs().max()) for k, x in whole.items()) < CLOSE
 
 
@@ -212,8 +212,10 @@ def test_cached_rows_train_as_rows_of_the_card(device, tmp_path, name):
         assert all(0 < count < 271 for count in places)
         if name == "Adam, loop":  # a run: checkpoint, resume, ranking
             folder = tmp_path / "half"
-            config = config_of(device, folder, FIFTY_STEPS, **keys, **PLACED, train__epochs=4)
+            config = config_of(
+                device, folder, FIFTY_STEPS, **keys, **PLACED, train__epochs=EPOCHS // 2
+            )
             api.train(config).close()
-            resumed = run_of(folder, **{"train.epochs": 8})
+            resumed = run_of(folder, **{"train.epochs": EPOCHS})
             off = max(float((resumed[k] - x).abs().max()) for k, x in usual.parameters.items())
             assert off < CLOSE
