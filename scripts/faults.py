@@ -162,12 +162,12 @@ counts.clamp(min=1) => counts
 .clamp(max=label_smoothing) => .clamp(max=1.0)
 return answers.share * (1 - of_answer), share / self.num_entities => return answers.share, share / self.num_entities
 answer_part -= target => answer_part += target
-[models/regularizers.py: models/test_objective.py]
+[models/regularizers.py: models/test_regularizers.py]
 own = part.weight if part.relation_weight is None else part.relation_weight => own = part.weight
 scorer.query(y, rows, OTHER[side]), x => scorer.query(y, rows, side), x
-(x * y + y * z + z * x) => (x * y + y * z) @@ models/test_ivr.py
+(x * y + y * z + z * x) => (x * y + y * z)
 [models/scorers/bilinear.py: models/test_scorers.py]
-{"head": "conjugate", "tail": "complex"} => {"head": "complex", "tail": "complex"}
+times(anchor, relation, conjugate=side == "head") => times(anchor, relation)
 parts = as_tail * forth, as_head * back => parts = as_head * forth, as_tail * back
 return (matrix @ anchor[..., None])[..., 0] => return (matrix.mT @ anchor[..., None])[..., 0]
 [models/scorers/rotational.py: models/test_scorers.py]
@@ -208,7 +208,7 @@ counts.better + counts.equal / 2 => counts.better
 "precision": hits / k => "precision": hits / np.minimum(counts, k)
 # embeddings
 [embeddings/optimizers.py: embeddings/test_table_rows.py -k formula]
-1 - _single_power(beta2, step) => 1 - _single_power(beta2, step + 1)
+1 - _single(beta2, step) => 1 - _single(beta2, step + 1)
 grad = grad + rows * self.weight_decay => grad = grad + self.weight_decay
 grad / (total + self.eps).sqrt_() => grad / (total.sqrt() + self.eps)
 [embeddings/shard.py: embeddings/test_sharded_table.py]
@@ -244,12 +244,12 @@ below += row[j] < threshold => below += row[j] <= threshold @@ ranking/test_coun
 return gradients.mul_(grad.unsqueeze(-1)), None, None => return gradients, None, None
 up = (bits + np.int32(0x7FFF) + even) >> np.int32(16) => up = bits >> np.int32(16)
 for j in range(whole, size): => for j in range(whole, size - 1):
-[kernels/side_rows.py: models/test_side_rows.py models/test_objective.py]
+[kernels/side_rows.py: models/test_objective.py]
 return used, sums.index_select(0, used).to(weight.dtype) => return used, torch.ones_like(sums.index_select(0, used)).to(weight.dtype)
 sums.index_add_(0, places, grad) => sums.index_copy_(0, places, grad)
 weights = weight.flatten().repeat(2) => weights = weight.flatten().repeat_interleave(2)
 ids, direct = scorer.direct(relation.reshape(-1), side) => ids, direct = relation.reshape(-1), side
-[kernels/dropout.py: kernels/test_operators.py models/test_dropout.py]
+[kernels/dropout.py: kernels/test_operators.py models/test_objective.py]
 drawn >= threshold => drawn < threshold
 np.float32(1 / (1 - share)) => np.float32(1)
 return dropped(grad, ctx.share, ctx.key), None, None => return dropped(grad, ctx.share, ctx.key + 1), None, None

@@ -71,7 +71,7 @@ def query_vectors(scorer: Scorer, anchor: Tensor, relation: Tensor) -> Tensor:
 
     def vectors(comparison: Any, query: Any) -> Tensor:
         if isinstance(comparison, Shifted):
-            return torch.cat([vectors(comparison.inner, query[0]) * comparison.factor, query[1]], 1)
+            return torch.cat([vectors(comparison.inner, query[0]), query[1]], 1)
         if isinstance(comparison, WithBiases):
             inner, bias, _ = query
             own = () if comparison.adds_columns else (torch.ones_like(bias),)

@@ -1,11 +1,7 @@
 """Comparisons of queries with rows, and the choice of their implementation.
 
-Distances keep full precision. The matrix-product form of the Euclidean distance
-(``squares_by_products``) is many times faster but loses digits where distances are small; ranking
-with it would disagree with the scores of single triples. Only training uses it. On a CPU the
-kernels of ``pair_scores`` compute distances. On CUDA training uses ``fused_distances``, and ranking
-``triton_pairs``. In ranking, the result for a pair does not depend on
-its position, so that ties stay ties.
+In ranking the score of a pair does not depend on its position, so that ties stay ties. Only losses
+take the matrix-product form of the Euclidean distance, which loses the digits of small distances.
 
 Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row.
 """
@@ -80,7 +76,7 @@ class EachPair(Comparison):
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         parts = [query] if isinstance(query, Tensor) else query
-        rows = self.shaped(rows if index is None else pick(rows, index))
+        rows = self.shaped(pick(rows, index))
         return pairwise(self.score, parts, [rows], sum(prod(x.shape[2:]) for x in parts))
 
 
@@ -91,24 +87,19 @@ class InnerProduct(Comparison):
         return (query * rows).sum(-1)
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        if index is None:
-            return products(query, rows, aligned=not exact)
-        if IMPLEMENTATION["pairs"](query) == "numba":
+        if index is not None and IMPLEMENTATION["pairs"](query) == "numba":
             return _pair_scores("dot", query, rows, index)
-        return torch.matmul(query, pick(rows, index).transpose(-1, -2))
+        return products(query, pick(rows, index), aligned=not exact)
 
 
 @dataclass(frozen=True)
 class MinusDistance(Comparison):
     """Minus a distance; the query is a point, or (point, scale of the rows or None), (..., D) each.
 
-    Attributes:
-        kind: The distance. Without a scale "scaled_squares" is "squares".
-        by_products: Whether a loss may take matrix products for a Euclidean distance.
+    Without a scale "scaled_squares" is "squares".
     """
 
     kind: Kind
-    by_products: bool = True
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         kind, parts = self._parts(query)
@@ -116,7 +107,7 @@ class MinusDistance(Comparison):
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         kind, parts = self._parts(query)
-        if kind in _BY_PRODUCTS and self.by_products and index is None and not exact:
+        if kind in _BY_PRODUCTS and index is None and not exact:
             return _BY_PRODUCTS[kind](parts[0], rows)
         return -distance(kind, parts[0], rows, index, parts[1] if len(parts) > 1 else None)
 
@@ -129,13 +120,11 @@ class MinusDistance(Comparison):
 
 
 class OnHyperplane(Comparison):
-    """Minus the squared distance on a hyperplane.
+    """Minus the squared distance on a hyperplane; the query is (point, normal w of length 1).
 
-    The query is (point, normal of length 1), (..., D) each.
-
-    With d the difference of point and row and w the normal, it is |d|^2 - <w, d>^2: two products
-    score all pairs of a chunk.  Where d is nearly parallel to w, two close numbers are subtracted,
-    so exact scores are computed in float64.
+    With d the difference of point and row it is |d|^2 - <w, d>^2: two products score all pairs of a
+    chunk. Where d is nearly parallel to w, two close numbers are subtracted, so exact scores are
+    computed in float64.
     """
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
@@ -147,9 +136,8 @@ class OnHyperplane(Comparison):
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if not exact:
             return self._scores(query, rows, index)
-        rows = rows if index is None else pick(rows, index)
         query = [x.double() for x in query]
-        return self._scores(query, rows.double(), None).to(rows.dtype)
+        return self._scores(query, pick(rows, index).double(), None).to(rows.dtype)
 
     def _scores(self, query: Any, rows: Tensor, index: Index) -> Tensor:
         point, normal = query
@@ -162,21 +150,17 @@ class OnHyperplane(Comparison):
 
 @dataclass(frozen=True)
 class Shifted(Comparison):
-    """Another comparison times a factor, plus an offset; the query is (inner query, (..., 1))."""
+    """Another comparison plus an offset; the query is (inner query, offset (..., 1))."""
 
     inner: Comparison
-    factor: float = 1.0
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         vector, offset = query
-        return self._scaled(self.inner.pairs(vector, rows)) + offset[..., 0]
+        return self.inner.pairs(vector, rows) + offset[..., 0]
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         vector, offset = query
-        return self._scaled(self.inner.matrix(vector, rows, index, exact)) + offset
-
-    def _scaled(self, scores: Tensor) -> Tensor:
-        return scores if self.factor == 1 else scores * self.factor
+        return self.inner.matrix(vector, rows, index, exact) + offset
 
 
 @dataclass(frozen=True)
@@ -193,7 +177,6 @@ class WithBiases(Comparison):
 
     @property
     def reads_in_place(self) -> bool:  # type: ignore[override]
-        """Whether the inner comparison does."""
         return self.inner.reads_in_place
 
     @property
@@ -226,34 +209,28 @@ class WithBiases(Comparison):
         if self.adds_columns:
             return self.inner.matrix(inner, rows, index, exact) + bias
         vector, own = self.split(rows, side)
-        own = own if index is None else pick(own, index)
-        return self.inner.matrix(inner, vector, index, exact) + bias + own.transpose(-1, -2)
+        scores = self.inner.matrix(inner, vector, index, exact)
+        return scores + bias + pick(own, index).transpose(-1, -2)
 
 
 def distance(
     kind: Kind, query: Tensor, rows: Tensor, index: Index = None, maps: Tensor | None = None
 ) -> Tensor:
-    """Compute the distances of all pairs of a chunk.
-
-    The CPU kernels do not copy rows that an index selects, even if several chunks select them.
+    """Compute the distances (C, b, K) of all pairs of a chunk; the kernels of a CPU copy no rows.
 
     Args:
         kind: The distance.
         query: (C, b, D).
         rows: (C, K, D), or (U, D) with an index.
         index: (C, K) int64 positions in ``rows``, or None.
-        maps: (C, b, D) scales, one per query, for the kinds that scale rows.
-
-    Returns:
-        (C, b, K).
+        maps: (C, b, D) scales of the rows, for the kinds that have them.
     """
     if kind == "squares":
         return distance("euclidean", query, rows, index).square()
     implementation = IMPLEMENTATION["distances"](query)
     if implementation == "numba":
         return _pair_scores(kind, query, rows, index, maps)
-    if index is not None:
-        rows = pick(rows, index)
+    rows = pick(rows, index)
     if implementation == "inductor":
         return fused(kind, query, rows, maps)
     if implementation == "triton":
@@ -279,52 +256,28 @@ def euclidean(query: Tensor, rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(query - rows, dim=-1)
 
 
-def manhattan(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute Manhattan distances: (..., D), (..., D) -> (...)."""
-    return torch.linalg.vector_norm(query - rows, ord=1, dim=-1)
-
-
-def moduli(query: Tensor, rows: Tensor) -> Tensor:
-    """Sum the moduli |query_k - row_k| of complex numbers: (..., D), (..., D) -> (...)."""
+def _moduli(query: Tensor, rows: Tensor) -> Tensor:
     squares = (query - rows).unflatten(-1, (-1, 2)).square().sum(-1)
     return (squares + EPSILON).sqrt().sum(-1)  # the gradient of |x| is finite at x = 0
-
-
-def scaled_manhattan(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """Sum |query - scale * row| over the elements: (..., D) each -> (...)."""
-    return (query - scale * rows).abs().sum(-1)
-
-
-def scaled_squares(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """Sum (query - scale * row)^2 over the elements: (..., D) each -> (...)."""
-    return (query - scale * rows).square().sum(-1)
-
-
-def squares(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute squared Euclidean distances: (..., D), (..., D) -> (...)."""
-    return (query - rows).square().sum(-1)
 
 
 # The plain formulas, of tensors that broadcast: (point, row) or (point, map, row).
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "euclidean": euclidean,
-    "squares": squares,
-    "manhattan": manhattan,
-    "moduli": moduli,
-    "scaled_manhattan": scaled_manhattan,
-    "scaled_squares": scaled_squares,
+    "squares": lambda query, rows: (query - rows).square().sum(-1),
+    "manhattan": lambda query, rows: torch.linalg.vector_norm(query - rows, ord=1, dim=-1),
+    "moduli": _moduli,
+    "scaled_manhattan": lambda query, scale, rows: (query - scale * rows).abs().sum(-1),
+    "scaled_squares": lambda query, scale, rows: (query - scale * rows).square().sum(-1),
 }
 
 
 def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
     """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K).
 
-    Args:
-        query: (C, b, D).
-        rows: (C, K, D), or (1, K, D) for all chunks.
-        aligned: Whether the bits of a pair may depend on its position, and the rows of a large
-            result may begin at cache lines. On a CPU a float32 product takes up to twice as long
-            otherwise.
+    Rows (1, K, D) are those of all chunks. With ``aligned`` the bits of a pair may depend on its
+    position, and the rows of a large result may begin at cache lines: on a CPU a float32 product
+    takes up to twice as long otherwise.
     """
     if len(rows) == 1 != len(query):
         return products(query.reshape(1, -1, query.shape[-1]), rows, aligned).view(
@@ -370,7 +323,7 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     Results that are small compared with the lengths lose digits and may have the wrong sign. The
     squared lengths are extra columns of the product, which adds them in float32 even where autocast
     or the CPU rounds the factors. Autocast to float16 is turned off, because its largest number is
-    65,504. Arguments and result are those of ``products``.
+    65,504.
     """
     query_lengths, row_lengths = _lengths(query), _lengths(rows)
     left = torch.cat([2 * query, -query_lengths, torch.ones_like(query_lengths)], -1)

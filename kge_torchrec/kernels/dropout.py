@@ -1,8 +1,7 @@
 """Dropout of the elements of a tensor on a CPU.
 
-torch draws one number after another there, which takes longer than the product that the draw is
-for, and keeps a mask for backward. Here the draw is a hash of a key and of the element's position,
-so that backward draws it again. The key comes from torch's generator, one per call.
+The draw is a hash of a key and of the element's position, so that backward draws it again. torch
+draws one number after another, and keeps a mask. The key comes from torch's generator.
 
 Brings: forward and backward of 256,000 elements take 1.0 ms of one thread, and 3.2 ms by torch.
 """
@@ -41,7 +40,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Drop gradients where elements were dropped: the draw is the same hash."""
     return dropped(grad, ctx.share, ctx.key), None, None
 
 

@@ -1,10 +1,9 @@
 """Distances of all pairs where training runs on CUDA, by kernels that Inductor generates.
 
-There the backward of ``torch.cdist`` has all (b, K, D) differences in memory, and its forward a
-thread block for every pair; the plain formulas would have several such tensors, block after block.
-Brings: no tensor of pairs. 1,024 queries, 512 candidates and 128 elements would take 256 MiB each.
+Brings: no tensor of pairs. 1,024 queries, 512 candidates and 128 elements would take 256 MiB each,
+also in the backward of ``torch.cdist``.
 
-Here each sum is one kernel, which reads queries and rows and writes its (C, b, K), (C, b, D) or
+Each sum is one kernel, which reads queries and rows and writes its (C, b, K), (C, b, D) or
 (C, K, D) only. Inductor does keep a tensor of pairs that several others need and that is computed
 from more than four values: so each gradient is a function of its own, which computes differences
 anew, and its inputs have been computed before.
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.library import CPU_AND_CUDA, EPSILON, Distance, Mapped, operator
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, operator
 
 Kind = Distance | Mapped
 
@@ -44,13 +43,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone()
 
 
-in_memory = operator(
-    "in_memory",
-    _copy,
-    torch.empty_like,
-    backward=lambda ctx, grad: grad,
-    devices=CPU_AND_CUDA,
-)
+in_memory = operator("in_memory", _copy, torch.empty_like, backward=lambda ctx, grad: grad)
 
 
 class _Fused(torch.autograd.Function):
@@ -72,8 +65,6 @@ def _computed(formula: Callable[..., Any], choices: tuple[Any, ...], *tensors: T
     """Run a formula as a kernel; inside compiled code it becomes a part of that."""
     if torch.compiler.is_compiling():
         return formula(*choices, *tensors)
-    if tensors[0].is_meta:
-        return _planned(formula, choices, *tensors)
     return _compiled(formula, choices, tensors[0].dtype)(*choices, *tensors)
 
 
@@ -86,29 +77,6 @@ def _compiled(formula: Any, choices: tuple[Any, ...], dtype: torch.dtype) -> Cal
     """
     code = formula.__code__.replace(co_name="_".join(map(str, (formula.__name__, *choices))))
     return torch.compile(FunctionType(code, formula.__globals__, None, formula.__defaults__))
-
-
-# One operation per kernel for plans, which count shapes on the meta device. Nothing runs them.
-def _never(one: Tensor, other: Tensor) -> Tensor:
-    raise NotImplementedError
-
-
-VALUE_OF_PAIRS = operator(
-    "value_of_pairs",
-    _never,
-    lambda query, rows: query.new_empty(*query.shape[:2], rows.shape[1]),
-).overloadpacket
-GRADIENT_OF_PAIRS = operator(
-    "gradient_of_pairs", _never, lambda grad, of: torch.empty_like(of)
-).overloadpacket
-
-
-def _planned(formula: Callable[..., Any], choices: tuple[Any, ...], *tensors: Tensor) -> Any:
-    """Return the formula's results on the meta device, by the operations above."""
-    if formula is _gradient:
-        return GRADIENT_OF_PAIRS(tensors[0], tensors[2 + choices[1]])
-    value = VALUE_OF_PAIRS(*tensors[:2])
-    return value, value if choices == ("euclidean",) else None
 
 
 def _difference(query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:

@@ -3,16 +3,13 @@
     @helper  called by kernels only; its code becomes a part of each kernel that calls it
     @kernel  called from Python, on one thread; ``parallel.block_kernel`` takes several
 
-A helper may take other fastmath flags than the kernel that calls it. Each instruction keeps the
+A helper may take other fastmath flags than the kernel that calls it: each instruction keeps the
 flags of the function it was written in.
 
-The compiled code of a kernel and signature is a file, named by a hash of what it is made from: the
-source file of the kernel, those of helpers that it imports, the constants that these files define
-or import, the versions of Python, numba and LLVM, the processor, and the types of the arguments.
-So a file is never out of date, and two versions of the package can share a folder. numba's own
-cache keeps an index of a kernel's files instead, in which one of two processes that compile at once
-can find the other's code. The first 32 bytes of a file are a hash of the rest. A file that cannot
-be read is compiled again; a file that cannot be written is reported once.
+The compiled code of a kernel and signature is a file, named by a hash of what it is made from, so a
+file is never out of date and versions of the package can share a folder. numba's own cache keeps an
+index of a kernel's files instead, in which one of two processes that compile at once can find the
+other's code. A file begins with a hash of the rest; a damaged one is compiled again.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -49,11 +45,10 @@ EXACT: frozenset[str] = frozenset()
 _PACKAGE = Path(__file__).parents[1]
 _VERSIONS = sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
 _DIGEST = 32  # bytes
-_UNUSED_DAYS = 30  # after which a file of another version is removed
 
 
 def helper(function: Callable[..., Any] | None = None, *, fastmath: frozenset[str] = EXACT) -> Any:
-    """Compile a function that only kernels call; usable with and without arguments.
+    """Compile a function that only kernels call.
 
     LLVM inlines it into every caller. Otherwise each caller would hold a copy of its own, and the
     copy that runs would depend on which kernel was loaded first: a process that compiles and a
@@ -118,7 +113,6 @@ class KernelCache(NullCache):
         try:
             unfinished.write_bytes(hashlib.sha256(content).digest() + content)
             unfinished.replace(place)
-            _remove_unused(place)
         except OSError as error:
             _say_once(f"kernels are compiled at every start: {place.parent}: {error.strerror}")
         finally:
@@ -186,17 +180,6 @@ def folder() -> Path | None:
         f"{own} nor {users}. Set NUMBA_CACHE_DIR to a writable folder."
     )
     return None
-
-
-def _remove_unused(place: Path) -> None:
-    """Remove old files of the same kernel, from other versions of its source."""
-    name, oldest = place.name.rpartition("-")[0], time.time() - _UNUSED_DAYS * 86400
-    for file in place.parent.glob(f"{name}-*.kernel"):
-        try:
-            if file != place and file.stat().st_mtime < oldest:
-                file.unlink()
-        except OSError:  # another process was faster
-            continue
 
 
 @cache

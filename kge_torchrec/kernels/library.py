@@ -1,11 +1,8 @@
-"""Registration of kernels with torch, and the kinds of comparison that they distinguish.
+"""Registration of kernels as operators of torch, and the kinds of comparison that they distinguish.
 
-Scorers name a comparison; each operator reads the name and takes its own formula for it. Kernels
-are ``torch.library`` operators of the namespace kge_torchrec.
-
-``torch.library.custom_op`` would do the same at a higher price: forward and backward of an operator
-without work take 72 us with it and 53 us by ``Library.define`` and ``Library.impl`` (one thread).
-The first call of such an operator also imports torch's compiler, 1.2 s of CPU.
+Not by ``torch.library.custom_op``: forward and backward of an operator without work take 72 us with
+it and 53 us by ``Library.define`` and ``Library.impl`` (one thread), and the first call imports
+torch's compiler, 1.2 s of CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
-CPU_AND_CUDA = "CPU", "CUDA"
 
 
 def operator(
@@ -34,25 +30,20 @@ def operator(
     mutates: tuple[str, ...] = (),
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    devices: tuple[str, ...] = ("CPU",),
 ) -> OpOverload:
-    """Register a function as the implementation of an operator.
+    """Register a function as an operator of the namespace kge_torchrec, and return that.
 
     Args:
         name: The operator's name.
-        function: The implementation; its annotations are the schema.
+        function: The implementation on a CPU and on CUDA; its annotations are the schema.
         fake: The shapes of the outputs, for tensors without data.
         mutates: The arguments that the function writes into.
         save: Saves for backward, as ``setup_context`` of ``torch.library.register_autograd``.
         backward: The gradients by the inputs; None for an operator without gradient.
-        devices: Where the function serves, as torch names its dispatch keys.
-
-    Returns:
-        The operator.
     """
     full_name = f"kge_torchrec::{name}"
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
-    for device in devices:
+    for device in ("CPU", "CUDA"):  # in Triton's interpreter its kernels run on a CPU
         _LIBRARY.impl(name, function, device)
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
@@ -76,6 +67,4 @@ def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
 Distance = Literal["euclidean", "manhattan", "moduli"]
 Compared = Literal["dot", Distance]  # a query with a row
 Mapped = Literal["scaled_manhattan", "scaled_squares"]  # see pair_scores
-# How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
-Action = Literal["real", "complex", "conjugate"]
 EPSILON = 1e-12  # added to the squared modulus before the root

@@ -1,18 +1,11 @@
 """Operators as callers use them: each takes its fused kernel or torch's own operations.
 
-A CPU has kernels by numba, and CUDA a few by Triton. They are ``torch.library`` operators.
-Everything else takes the formula in plain torch that stands here, which is also what tests compare
-the kernels with: other devices and dtypes, and code that torch.compile fuses itself.
+``IMPLEMENTATION`` is the choice. The formulas in plain torch serve other devices and dtypes, code
+that torch.compile fuses itself, and the tests of kernels. numba takes a second to load, so a file
+of kernels is imported when the first of them is called.
 
-numba takes a second to load, so a file of kernels is imported when the first of them is called.
-
-A row of complex numbers is D real ones, interleaved: (re, im, re, im, ...). Products come in two
-forms. With torch's complex dtype a product is one operation, three times as fast on a CPU as eight
-real operations. Inductor does not compile complex numbers, so compiled code uses the real form,
-which Inductor fuses with its surroundings.
-
-Shapes: U rows, M places, D elements (D/2 complex numbers) per row; K candidates; Q queries, m
-entities of a block; C chunks, b queries per chunk.
+Shapes: U rows, M places, D elements (D/2 complex numbers: re, im, re, im, ...) per row; K
+candidates; Q queries, m entities of a block; C chunks, b queries per chunk.
 """
 
 from __future__ import annotations
@@ -58,19 +51,17 @@ def _for_pairs(rows: Tensor) -> str:
     return "numba" if block_device(rows) == "cpu" and rows.dtype != torch.float64 else "torch"
 
 
-def _for_triples(rows: Tensor) -> str:
-    return "numba" if rows.device.type == "cpu" and rows.dtype != torch.float64 else "torch"
-
-
 def _for_distances(query: Tensor) -> str:
-    """Choose for distances of all pairs; a plan for CUDA, on the meta device, is that of a GPU."""
-    if _for_pairs(query) == "numba":
+    """Choose for distances of all pairs; a plan counts the kernel of a CPU also for a GPU."""
+    if query.is_meta or _for_pairs(query) == "numba":
         return "numba"
-    if block_device(query) == "cuda" and torch.compiler.is_compiling():
+    if query.device.type == "cpu":
+        return "torch"
+    if torch.compiler.is_compiling():
         return "inductor"
-    if block_device(query) == "cuda" and torch.is_grad_enabled():
-        return "inductor" if query.device.type == "meta" or has_triton() else "torch"
-    return "triton" if query.device.type == "cuda" and has_triton() else "torch"
+    if not has_triton():
+        return "torch"
+    return "inductor" if torch.is_grad_enabled() else "triton"
 
 
 def _for_products(query: Tensor) -> str:
@@ -114,7 +105,7 @@ def _for_ids(ids: Tensor) -> str:
 # Which implementation runs: for each operation, a function of one of its tensors. "numba" serves
 # CPUs, "triton" CUDA, "inductor" CUDA where distances need gradients, and "torch" everything else.
 IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
-    "triples": _for_triples,  # rows of triples and their encoded queries: side_rows
+    "triples": _for_ids,  # rows of triples and their encoded queries: side_rows
     "pairs": _for_pairs,  # scores of queries with rows that an index selects, by pair_scores
     "distances": _for_distances,  # pair_scores, triton_pairs, fused_distances
     "products": _for_products,  # inner products whose bits do not depend on places: triton_pairs
@@ -126,11 +117,10 @@ IMPLEMENTATION: dict[str, Callable[[Tensor], str]] = {
 }
 
 
-def pick(rows: Tensor, index: Tensor) -> Tensor:
-    """Return rows[index]: (U, D), (...) int64 -> (..., D).
-
-    On a CPU the gradients of repeated indices are summed in a fixed order.
-    """
+def pick(rows: Tensor, index: Tensor | None) -> Tensor:
+    """Return rows[index]: (U, D), (...) int64 -> (..., D); or the rows, without an index."""
+    if index is None:
+        return rows
     return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
 
 
@@ -169,13 +159,7 @@ def dropped(values: Tensor, share: float) -> Tensor:
 def log_sums(scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
     """Return log sum exp s, or the sum of log(1 + exp s), over the candidates that count.
 
-    Args:
-        scores: (..., K).
-        mask: (..., K) bool.
-        softmax: Which of the two.
-
-    Returns:
-        (...).
+    Scores (..., K) and a mask (..., K) bool become (...).
     """
     if scores.shape[-1] and IMPLEMENTATION["sums"](scores) == "numba":
         from kge_torchrec.kernels.scores import LogSums
@@ -188,13 +172,7 @@ def log_sums(scores: Tensor, mask: Tensor, softmax: bool) -> Tensor:
 
 
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Write log sum exp s, or the sum of log(1 + exp s), of each query's scores.
-
-    Args:
-        scores: (Q, m).
-        out: (Q,) float64, overwritten.
-        softmax: Which of the two.
-    """
+    """Write log sum exp s, or the sum of log(1 + exp s), of scores (Q, m) into out (Q,) float64."""
     if not scores.shape[1]:
         out.fill_(-torch.inf if softmax else 0.0)
         return
@@ -219,7 +197,7 @@ def gradients(
         normalizer: (Q,) float64, from ``normalizers``, over the scores of all entities.
         weight: (Q,) float32.
         rest: (Q,) float64, subtracted from every gradient before the weight.
-        softmax: Which of the two normalizers.
+        softmax: Which of the two sums the normalizer is.
     """
     if (found := IMPLEMENTATION["full_scores"](scores)) != "torch":
         _score_kernels(found).gradients(scores, normalizer, weight, rest, softmax)
@@ -282,15 +260,15 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into real and imaginary parts, (..., D/2) each."""
-    return rows.unflatten(-1, (-1, 2)).unbind(-1)
+# Products of complex numbers come in two forms. With torch's complex dtype a product is one
+# operation, three times as fast on a CPU as eight real ones. Inductor does not compile complex
+# numbers, so compiled code uses the real form, which Inductor fuses with its surroundings.
 
 
 def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
     """Multiply complex rows (..., D) by a factor (..., D) or its conjugate, element by element."""
     if torch.compiler.is_compiling():
-        return _times(parts(rows), parts(factor), conjugate)
+        return _times(_parts(rows), _parts(factor), conjugate)
     numbers, factors = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rows, factor)]
     return torch.view_as_real(numbers * (factors.conj() if conjugate else factors)).flatten(-2)
 
@@ -298,10 +276,15 @@ def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
 def rotated(rows: Tensor, phase: Tensor) -> Tensor:
     """Rotate each complex number by an angle in radians: (..., D), (..., D/2) -> (..., D)."""
     if torch.compiler.is_compiling():
-        return _times(parts(rows), (phase.cos(), phase.sin()), conjugate=False)
+        return _times(_parts(rows), (phase.cos(), phase.sin()), conjugate=False)
     numbers = torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
     # Not torch.polar: CUDA compiles a kernel of its gradient at first use.
     return torch.view_as_real(numbers * torch.complex(phase.cos(), phase.sin())).flatten(-2)
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows into real and imaginary parts, (..., D/2) each."""
+    return rows.unflatten(-1, (-1, 2)).unbind(-1)
 
 
 def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: bool) -> Tensor:
@@ -318,14 +301,9 @@ _COMPILED_BLOCKS = 4
 
 
 def pairwise(
-    score: Callable[..., Tensor],
-    queries: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    width: int,
-    *,
-    compiles_whole: bool = False,
+    score: Callable[..., Tensor], queries: Sequence[Tensor], rows: Sequence[Tensor], width: int
 ) -> Tensor:
-    """Evaluate score(*queries, *rows) for all pairs of a chunk, block by block.
+    """Evaluate score(*queries, *rows) for all pairs of a chunk, block by block: (C, b, K).
 
     A block is recomputed for the gradient, so that a (b, K, D) tensor is never materialized. A
     pair's score depends only on its own elements, so the block size does not change its bits.
@@ -335,18 +313,13 @@ def pairwise(
         queries: Tensors (C, b, ·), passed to ``score`` as (C, block, 1, ·).
         rows: Tensors (C, K, ·), passed to ``score`` as (C, 1, K, ·).
         width: Elements per pair in the intermediates of ``score``.
-        compiles_whole: Whether Inductor fuses ``score`` without a tensor per pair, so that compiled
-            code needs no blocks.
-
-    Returns:
-        (C, b, K).
     """
     chunks, count = queries[0].shape[:2]
     rows = [x[:, None] for x in rows]
     elements = BLOCK_ELEMENTS[block_device(queries[0])]
     step = max(1, elements // max(1, chunks * rows[0].shape[2] * width))
     if torch.compiler.is_compiling():  # the compiler unrolls the blocks
-        step = max(step, -(-count // (1 if compiles_whole else _COMPILED_BLOCKS)))
+        step = max(step, -(-count // _COMPILED_BLOCKS))
     parts = []
     for start in range(0, max(1, count), step):
         block = [x[:, start : start + step, None] for x in queries]

@@ -3,13 +3,12 @@
     @block_kernel(16)  called from Python, over blocks of 16 items on several threads
 
 numba compiles a parallel loop together with its body, several times over: seconds per kernel, and a
-second machine code whose last digits may differ. Here one parallel loop serves all kernels
-(``_share``). It calls a kernel's body by its address, and so does a process of one thread. The
-arguments of a body lie in a struct on the caller's stack. All calls follow numba's calling
-convention, so that exceptions travel as usual.
+second machine code whose last digits may differ. Here one parallel loop (``_share``) calls the body
+of every kernel by its address, and so does a process of one thread. A body's arguments lie in a
+struct on the caller's stack; calls follow numba's convention, so exceptions travel as usual.
 
-Threads of Python instead take 0.1 to 0.2 ms to wake per call: a kernel of 0.38 ms takes 0.33 to
-0.46 ms on two of them and 0.21 ms here.
+Brings: Python's threads take 0.1 to 0.2 ms to wake per call; a kernel of 0.38 ms takes 0.33 to 0.46
+ms on two of them and 0.21 ms here.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ def block_kernel(
         name: A name for a function that reads a choice from its closure, such as an optimizer, so
             that a run compiles what it uses. numba takes functions of one name for each other.
         fastmath: Flags of LLVM for the function's instructions.
-
-    Returns:
-        A decorator.
     """
     return partial(BlockKernel, block=block, name=name, fastmath=fastmath)
 

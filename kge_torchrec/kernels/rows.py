@@ -1,13 +1,9 @@
-"""Optimizer steps on rows of CPU tables.
+"""Optimizer steps on rows of CPU tables, one pass over the touched rows.
 
 Brings: a training step in plain torch takes 1.04 to 1.25 times as long, and FBGEMM has no Adam on
-CPUs.
+CPUs. Prefetching each row two rows before it is needed makes a step about 1.5 times as fast.
 
-Each row has one writer, which adds gradients in their order, so runs repeat bit for bit with any
-number of threads.
-
-A step is one pass over the touched rows. The formulas are those of FBGEMM's fused kernels (its
-``codegen/genscript/optimizers.py``), so a CPU run and a GPU run follow the same arithmetic up to
+The formulas are those of FBGEMM's fused kernels (``codegen/genscript/optimizers.py``), up to
 rounding:
 
     adam             m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
@@ -17,10 +13,8 @@ rounding:
     rowwise_adagrad  g += wd w;  s += mean_d(g^2), one s per row;  w -= lr g / (sqrt(s) + eps)
     sgd              w -= lr g
 
-g is the sum of a row's gradients over its duplicates.
-
-Rows lie at random, so the processor cannot guess the next one: each is prefetched two rows before
-it is needed, which makes a step about 1.5 times as fast.
+g is the sum of a row's gradients over its duplicates, which one writer adds in their order, so runs
+repeat bit for bit with any number of threads.
 
 Shapes: n rows in the table, D elements per row, M gradients, U rows that they belong to.
 """

@@ -1,16 +1,11 @@
-"""The entity rows that the scores of a batch of triples read, one set per side.
-
-``read_rows`` takes the batch's distinct rows and the positions of heads, tails and candidates. It
-decides how scores get their rows:
+"""The entity rows that the scores of a batch of triples read, one set per side: ``read_rows``.
 
     encoded    the scorer multiplies anchor and relation elementwise: on a CPU one operator
                computes queries and scores of triples while it reads the rows (``triple_products``)
     in place   several chunks select the same candidates: the kernels of ``pair_scores`` read them
                where they are
-    gathered   all others copy the rows; backward then sums all gradients of a row once
-
-With one operator per line of the objective, autograd would make a full gradient of all rows for
-each of them and add these gradients up.
+    gathered   all others copy the rows; backward then sums all gradients of a row once. With one
+               operator per copy, autograd would make a full gradient of all rows for each
 
 Shapes: U distinct rows of the batch, M positions, C chunks, b triples per chunk, K candidates per
 chunk and side, D elements per row.
@@ -32,21 +27,13 @@ _MOST_QUERIES_IN_PLACE = 32
 
 
 class SideRows(NamedTuple):
-    """The rows of one side.
+    """The rows of one side."""
 
-    Attributes:
-        anchor: (C, b, D), or None if the queries are encoded.
-        target: (C, b, D), or None if the queries are encoded.
-        candidates: (C, K, D), or (U, D) with positions.
-        positions: (C, K) int64 positions of the candidates, or None.
-        encoded: The queries (C, b, D) and the scores of their triples (C, b), or None.
-    """
-
-    anchor: Any
-    target: Any
-    candidates: Tensor
-    positions: Tensor | None = None
-    encoded: tuple[Tensor, Tensor] | None = None
+    anchor: Any  # (C, b, D), or None if the queries are encoded
+    target: Any  # the same
+    candidates: Tensor  # (C, K, D), or (U, D) with positions
+    positions: Tensor | None = None  # (C, K) int64, of the candidates
+    encoded: tuple[Tensor, Tensor] | None = None  # queries (C, b, D) and their scores (C, b)
 
 
 def read_rows(
@@ -72,8 +59,8 @@ def read_rows(
         drops: Whether rows are dropped out, for which every place needs a row of its own.
 
     Returns:
-        The rows of each side. Then heads and tails (C, b, D) with their weights (C, b), or the
-        distinct rows among them (P, D) with theirs (P,); no rows and None without penalties.
+        The rows of each side; then the rows that penalties read and their weights: heads and tails
+        (C, b, D) with (C, b), the distinct ones (P, D) with (P,), or none and None.
     """
     by_kernels = batch.deduplicated and IMPLEMENTATION["triples"](rows) == "numba"
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
@@ -132,7 +119,7 @@ def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
 
 def _encodes(scorer: Any, rows: Tensor) -> bool:
     """Whether ``triple_products`` supports a scorer: float32, no dropout, no norms."""
-    if scorer.own_actions is None or scorer.has_biases:
+    if scorer.multiplies is None or scorer.has_biases:
         return False
     drops = scorer.relation_dropout.p or scorer.input_dropout.p or scorer.hidden_dropout.p
     if scorer.training and drops:
@@ -153,7 +140,7 @@ def _encode(
 ) -> tuple[dict[str, SideRows], tuple[Tensor, ...], Tensor | None]:
     """Encode the queries of every side while their rows are read."""
     from kge_torchrec.kernels.ids import check_within  # numba loads slowly
-    from kge_torchrec.kernels.triple_products import EncodeTriples
+    from kge_torchrec.kernels.triple_products import COMPLEX, CONJUGATE, REAL, EncodeTriples
 
     relation = batch.relation
     check_within("entities", batch.entities, len(rows))
@@ -167,7 +154,8 @@ def _encode(
     for side, places in candidates.items():
         ids, direct = scorer.direct(relation.reshape(-1), side)
         pair = (head, tail) if side == "tail" else (tail, head)
-        actions.append(scorer.own_actions[direct])
+        of_complex = COMPLEX if direct == "tail" else CONJUGATE
+        actions.append(REAL if scorer.multiplies == "real" else of_complex)
         positions += [pair[0], ids, pair[1], places.reshape(-1)]
     args = scorer.relations, actions, penalized, *positions
     *parts, copies = EncodeTriples.apply(rows, *args)

@@ -1,15 +1,11 @@
 """Queries of DistMult and ComplEx, and the scores of their triples, on a CPU, from rows in place.
 
-A query is the product of an anchor and its relation element by element: q = a r for real numbers,
-a r or a conj(r) for complex ones. The triple's score is <q, t>. torch copies the rows of both ends,
-writes each product to memory and does the same again in backward, a dozen passes over the whole
-batch. Here anchors and targets are read among the batch's distinct rows, products stay in the
-nearest cache, and a row's gradient is summed as it is made.
+A query is q = a r for real numbers, a r or a conj(r) for complex ones, and its triple's score is
+<q, t>. torch copies the rows of both ends, writes each product and does the same again in backward.
+Here anchors and targets are read among the batch's distinct rows, products stay in the nearest
+cache, and a row's gradient is summed as it is made, by one writer in the order of triples.
 
 Brings: without it a step of ComplEx takes 1.04 to 1.14 times as long.
-
-A row's gradient has one writer, and so has a relation's; each adds triples in their order, so that
-any number of threads gives the same bits.
 
 Shapes: U rows, Q queries per side, K candidates per side, D elements per row, R relations, P copied
 rows.
@@ -17,7 +13,7 @@ rows.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +21,10 @@ from torch import Tensor
 
 from kge_torchrec.kernels.ids import by_row
 from kge_torchrec.kernels.jit import SUMS, helper
-from kge_torchrec.kernels.library import Action, arrays
+from kge_torchrec.kernels.library import arrays
 from kge_torchrec.kernels.parallel import block_kernel
 
-_REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
+REAL, COMPLEX, CONJUGATE = range(3)  # how a relation acts on its anchor
 _BLOCK = 16  # queries or rows per block of a thread
 
 
@@ -38,7 +34,7 @@ class EncodeTriples(torch.autograd.Function):
     ``EncodeTriples.apply(rows, relations, actions, copied, *positions)`` takes
 
     - rows (U, D) and relations (R, D), float32;
-    - for each side how the relation acts on the anchor, an ``Action``;
+    - for each side how the relation acts on the anchor: REAL, COMPLEX or CONJUGATE;
     - copied (P,) int64, distinct positions of rows to return as well;
     - for each side the anchors (Q,), relations (Q,), targets (Q,) and candidates (K,), int64.
       Relations are rows of ``relations``, all others of ``rows``. The caller has checked them.
@@ -52,15 +48,15 @@ class EncodeTriples(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         relations: Tensor,
-        actions: list[Action],
+        actions: list[int],
         copied: Tensor,
         *positions: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.actions = [get_args(Action).index(action) for action in actions]
+        ctx.actions = actions
         # Not by .numpy(), after which FSDP could not free the relations.
         tables = rows.numpy(), np.from_dlpack(relations.detach())
         out: list[Tensor] = []
-        for side, action in enumerate(ctx.actions):
+        for side, action in enumerate(actions):
             *triple, candidates = positions[4 * side : 4 * side + 4]
             query = rows.new_empty(len(triple[0]), rows.shape[1])
             score = rows.new_empty(len(query))
@@ -147,7 +143,7 @@ def _accumulate_rows(
             s, by = grad_score[i], relations[relation[i]]
             if place < count:
                 t = rows[target[i]]
-                _add_gradient(action, action, _COMPLEX, grad_query[i], s, t, by, total)
+                _add_gradient(action, action, COMPLEX, grad_query[i], s, t, by, total)
             else:
                 _add_scaled_product(action, s, rows[anchor[i]], by, total)
 
@@ -176,7 +172,7 @@ def _accumulate_relations(
             total[:] = np.float32(0)
         for i in places[bounds[row] : bounds[row + 1]]:
             g, s, t = grad_query[i], grad_score[i], rows[target[i]]
-            _add_gradient(action, _COMPLEX, action, g, s, t, rows[anchor[i]], total)
+            _add_gradient(action, COMPLEX, action, g, s, t, rows[anchor[i]], total)
 
 
 @helper(fastmath=SUMS)
@@ -189,12 +185,12 @@ def _inner(x: np.ndarray, y: np.ndarray) -> np.float32:
 
 @helper
 def _sign(action: int) -> np.float32:
-    return np.float32(-1) if action == _CONJUGATE else np.float32(1)
+    return np.float32(-1) if action == CONJUGATE else np.float32(1)
 
 
 @helper
 def _product(action: int, x: np.ndarray, by: np.ndarray, out: np.ndarray) -> None:
-    if action == _REAL:
+    if action == REAL:
         for d in range(x.shape[0]):
             out[d] = x[d] * by[d]
         return
@@ -216,7 +212,7 @@ def _add_scaled_product(
     action: int, s: np.float32, x: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
     """Add s times ``_product``."""
-    if action == _REAL:
+    if action == REAL:
         for d in range(total.shape[0]):
             total[d] += s * (x[d] * by[d])
         return
@@ -239,7 +235,7 @@ def _add_gradient(
     total: np.ndarray,
 ) -> None:
     """Add u conj(by) with u = g + s t, or u by if real; a conjugate action conjugates a part."""
-    if action == _REAL:
+    if action == REAL:
         for d in range(total.shape[0]):
             total[d] += (g[d] + s * t[d]) * by[d]
         return

@@ -1,14 +1,13 @@
 """Scores of all pairs on CUDA where no gradient is needed, written in Triton: distances, products.
 
-Ranking uses them, and the first pass over the scores of all entities where these are not kept. Each
-pair adds its elements in one order, wherever it lies, so equal rows tie.
+Each pair adds its elements in one order, wherever it lies, so equal rows tie in ranking.
 
 Brings: cuBLAS has another order of sums for each shape, which broke two thirds of the ties of equal
 rows on an H200. ``torch.cdist`` starts a thread block for every pair, and the plain formulas of the
 other distances write a tensor of all differences.
 
-Each program computes a tile of pairs. A tile at the edge is padded with zeros, which are not
-written. Places are computed in 64 bits, so tensors may have any size.
+Each program computes a tile of pairs; padding at an edge is not written. Places are computed in 64
+bits, so tensors may have any size.
 
 Shapes: C chunks, b queries, K candidates, D elements (D/2 complex numbers) per row.
 """
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kge_torchrec.kernels.library import CPU_AND_CUDA, EPSILON, operator
+from kge_torchrec.kernels.library import EPSILON, operator
 
 DISTANCE_TILE = 16, 512  # queries and rows; a thread has 16 x 4 of their pairs, in registers
 # Queries, rows and elements at a time. The fastest of eleven on an H200: 13 to 20 TFLOP/s for 32
@@ -50,7 +49,7 @@ def _empty_distances(query: Tensor, rows: Tensor, maps: Tensor | None, kind: str
     return query.new_empty(*query.shape[:2], rows.shape[1], dtype=dtype)
 
 
-distances = operator("triton_distances", _distances, _empty_distances, devices=CPU_AND_CUDA)
+distances = operator("triton_distances", _distances, _empty_distances)
 
 
 def _count_tiles(out: Tensor, queries: int, rows: int) -> int:
@@ -157,7 +156,7 @@ def _empty_products(query: Tensor, rows: Tensor) -> Tensor:
     return query.new_empty(*query.shape[:2], rows.shape[1], dtype=torch.float32)
 
 
-products = operator("triton_products", _products, _empty_products, devices=CPU_AND_CUDA)
+products = operator("triton_products", _products, _empty_products)
 
 
 @triton.jit(do_not_specialize=["queries", "candidates", "units"])

@@ -1,6 +1,6 @@
 """Kernels over scores on CUDA, written in Triton: losses, their gradients, and counts for ranks.
 
-They have the interface of ``scores``, the kernels for the CPU. They compute in float32, except for
+They have the interface of ``scores``, the kernels for the CPU, and compute in float32, except for
 the exponent of a normalizer, which is float64.
 
 Brings: a chain of torch operators reads and writes all scores once per operator, about six times;
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kge_torchrec.kernels.library import CPU_AND_CUDA, operator
+from kge_torchrec.kernels.library import operator
 
 _TILE = 1024  # scores that a program reads at a time
 _PASSES = 16  # tiles that a program counts
@@ -29,13 +29,7 @@ def _write_normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     )
 
 
-normalizers = operator(
-    "triton_normalizers",
-    _write_normalizers,
-    lambda *_: None,
-    mutates=("out",),
-    devices=CPU_AND_CUDA,
-)
+normalizers = operator("triton_normalizers", _write_normalizers, lambda *_: None, mutates=("out",))
 
 
 def _write_gradients(
@@ -47,13 +41,7 @@ def _write_gradients(
     _gradients[(tiles,)](scores, *per_query, scores.stride(0), scores.shape[1], softmax, _TILE)
 
 
-gradients = operator(
-    "triton_gradients",
-    _write_gradients,
-    lambda *_: None,
-    mutates=("scores",),
-    devices=CPU_AND_CUDA,
-)
+gradients = operator("triton_gradients", _write_gradients, lambda *_: None, mutates=("scores",))
 
 
 @triton.jit
@@ -144,13 +132,7 @@ def _add_counts(
         )
 
 
-counts = operator(
-    "triton_counts",
-    _add_counts,
-    lambda *_: None,
-    mutates=("less", "equal"),
-    devices=CPU_AND_CUDA,
-)
+counts = operator("triton_counts", _add_counts, lambda *_: None, mutates=("less", "equal"))
 
 
 @triton.jit(do_not_specialize=["width"])

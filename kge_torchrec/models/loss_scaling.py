@@ -1,12 +1,8 @@
-"""Dynamic loss scaling for float16 that includes the entity table.
+"""Dynamic loss scaling for float16 that includes the entity table (Micikevicius et al. 2018).
 
-Small gradients vanish in float16. So the loss is multiplied by a scale before backward, and every
-gradient is divided by the scale afterwards. When a gradient overflows, the step is skipped and the
-scale is halved (Micikevicius et al. 2018; the constants are those of torch.amp.GradScaler).
-
-An optimizer fused with the lookup would apply scaled or infinite gradients. So backward stops at
-the looked-up rows. It continues into the table once the gradients are known to be finite and are
-divided by the scale.
+The constants are those of torch.amp.GradScaler. An optimizer fused with the lookup would apply
+scaled or infinite gradients, so backward stops at the looked-up rows (``GradientBarrier``) and
+continues once the gradients are known to be finite and are divided by the scale.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Losses: functions of scores. A name means the same loss in every training type.
 
-A loss has one form for sampled candidates, ``Loss.forward``: the scores of the queries' answers
-and of their candidates become one loss per query. A loss that trains against all entities has a
-closed form over blocks of scores beside it (``over_all``). With one answer, both are equal if all
-entities are candidates.
+A loss that trains against all entities has a closed form over blocks of scores beside ``forward``
+(``over_all``). With one answer, both are equal if all entities are candidates.
 
 Shapes: Q queries, M answers of the queries, K candidates per query.
 """
@@ -75,20 +73,14 @@ class Loss(nn.Module):
 
 
 def of_answers(values: Tensor, query: Tensor | None, queries: int) -> Tensor:
-    """Sum a value of each answer over the answers of each query: (M,) -> (Q,).
-
-    ``query`` is that of ``Loss.forward`` and ``queries`` is Q.
-    """
+    """Sum a value of each answer over the answers of each query: (M,) -> (Q,)."""
     return values if query is None else values.new_zeros(queries).index_add(0, query, values)
 
 
 def mean_over_answers(
     loss: Loss, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor
 ) -> Tensor:
-    """Average a loss of one answer over the answers of each query; 0 for a query without answers.
-
-    For losses that compare each answer with each candidate. It copies (M, K) scores.
-    """
+    """Average a loss of one answer over the answers of each query, 0 if there are none."""
     candidates = (x.index_select(0, query) for x in (negative, mask))
     losses = loss(positive, None, *candidates)
     counts = of_answers(torch.ones_like(losses), query, len(negative))

@@ -1,8 +1,7 @@
 """A knowledge-graph model: entity lookup, scorer and loss, down to one scalar.
 
 ``TripleObjective`` trains triples against sampled candidates, ``QueryObjective`` queries with any
-number of answers against sampled entities. Training against all entities splits its objective over
-blocks and ranks (``training.full_candidates``), and has no forward.
+number of answers. Training against all entities has no forward: ``training.full_candidates``.
 
 Shapes: U unique entities of the batch, D elements per entity row, C chunks, b triples per chunk, K
 candidates per chunk and side, R relation rows (inverses included); q queries and m answers of one
@@ -40,19 +39,13 @@ def at_least_float32(scores: Tensor) -> Tensor:
 
 
 class EntityDropout(Dropout):
-    """Dropout of entity rows, for queries and candidates alike (LibKGE's embedder dropout).
-
-    Args:
-        share: Dropout probability.
-        biases: Number of trailing bias columns, which are kept.
-    """
+    """Dropout of entity rows (LibKGE's embedder dropout), whose last columns, the biases, stay."""
 
     def __init__(self, share: float, biases: int = 0):
         super().__init__(share)
         self.biases = biases
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Apply dropout: (..., D) -> (..., D)."""
         if not self.biases or not self.p:
             return super().forward(rows)
         vector, biases = rows.split([rows.shape[-1] - self.biases, self.biases], -1)
@@ -127,7 +120,10 @@ def relation_prediction(
 
 
 class TripleObjective(Objective):
-    """Mean over the batch's triples and sides of the loss, plus regularizers."""
+    """Mean over the batch's triples and sides of the loss, plus regularizers.
+
+    ``objective(rows, batch)`` takes the rows (U, D) of the batch's ids.
+    """
 
     _compiles = False
 
@@ -138,7 +134,6 @@ class TripleObjective(Objective):
             setattr(owner, part, torch.compile(getattr(owner, part)))
 
     def forward(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         relation, weight = batch.relation, batch.weight  # (C, b)
         if relation.numel() == 0:
             return self.nothing(rows)
@@ -230,10 +225,10 @@ class QueryObjective(Objective):
     """Mean over the batch's queries of a loss over their answers, plus regularizers.
 
     The penalties of a query's answers are averaged, as if each query were one triple.
+    ``objective(rows, batch)`` takes the rows (U, D) of the batch's ids.
     """
 
     def forward(self, rows: Tensor, batch: QuerySample) -> Tensor:
-        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
         if batch.bags is not None:
@@ -281,14 +276,8 @@ class QueryObjective(Objective):
 class KGEModel(nn.Module):
     """Maps entity ids to rows and rows to a loss.
 
-    The forward stays short because TorchRec traces it to find the lookup that it pipelines; all
-    control flow is in the objective.
-
-    Args:
-        entities: The entity table.
-        objective: The objective.
-        scales_loss: Whether to multiply the loss by a dynamic scale and hold back the gradients of
-            rows.
+    The forward stays short because TorchRec traces it to find the lookup that it pipelines. With
+    ``scales_loss`` the loss has a dynamic scale and the gradients of rows are held back.
     """
 
     def __init__(self, entities: nn.Module, objective: Objective, scales_loss: bool = False):

@@ -73,14 +73,9 @@ class OverAll:
     def backward(
         self, scores: Tensor, statistics: Tensor, answers: BlockAnswers, weight: Tensor
     ) -> None:
-        """Overwrite scores by the gradients of the weighted sum of losses.
+        """Overwrite scores (Q, m) by the gradients of the weighted sum of losses, weights (Q,).
 
-        Args:
-            scores: (Q, m) scores of a block, overwritten.
-            statistics: (3, Q) of all scores. Those of this block are enough unless the loss
-                ``normalizes``.
-            answers: The answers in this block.
-            weight: (Q,) weight of each query's loss.
+        The statistics (3, Q) are those of all scores, or of this block unless ``normalizes``.
         """
         raise NotImplementedError
 
@@ -160,11 +155,7 @@ class _BuiltIn(OverAll):
 
 
 class SoftmaxOverAll(_BuiltIn):
-    """Cross-entropy of all entities against the uniform distribution over a query's answers.
-
-    With one answer this is the full softmax of Lacroix et al. (2018). Every query must have an
-    answer.
-    """
+    """Softmax of queries with answers; with one that of Lacroix et al. (2018)."""
 
     normalizes = True
 
@@ -181,10 +172,7 @@ class SoftmaxOverAll(_BuiltIn):
 
 
 class BinaryCrossEntropyOverAll(_BuiltIn):
-    """Logistic loss of every entity with equal weights; a query may have no answer.
-
-    The sum over the entities is LibKGE's bce, the mean that of ConvE.
-    """
+    """Logistic loss: the sum over the entities is LibKGE's bce, the mean that of ConvE."""
 
     def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
         low = low_target(self.label_smoothing, self.smoothing, self.num_entities)
@@ -194,13 +182,8 @@ class BinaryCrossEntropyOverAll(_BuiltIn):
 def kept_bytes(free: int, rows: int, dim: int) -> int:
     """Return the size of scores up to which a rank computes them once, at least ``KEPT_BYTES``.
 
-    Scores that stay in memory between forward and backward and the gradients of all rows take at
-    most a quarter of the free memory. Autograd and autocast may hold each score two more times.
-
-    Args:
-        free: Free bytes of the GPU beside the table; 0 on a CPU.
-        rows: Entity rows of this rank.
-        dim: Elements per row.
+    These scores and the gradients of all rows take at most a quarter of the free bytes of a GPU (0
+    on a CPU). Autograd and autocast may hold each score two more times.
     """
     return max(KEPT_BYTES, free // 4 - 4 * rows * dim)
 

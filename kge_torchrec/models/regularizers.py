@@ -1,12 +1,9 @@
 """Penalties on the rows that a batch touches, so that they cost O(batch), not O(table).
 
-    N3    Lacroix et al. 2018         sum |x|^3
+    N3    Lacroix et al. 2018         sum |x|^3, with moduli for complex numbers
     L2                                sum x^2
     DURA  Zhang, Cai and Wang 2020    |q(h, r)|^2 + |t|^2 + |q'(t, r)|^2 + |h|^2
     IVR   Xiao and Cao 2024           norms of all intermediate variables of the score
-
-The first two penalize each row on its own; for complex numbers |x| is the modulus. DURA and IVR
-penalize a triple.
 
 Shapes: D elements per row, of an entity or a relation.
 """
@@ -56,15 +53,13 @@ class Regularizer:
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
         """Return the penalty of each row: (..., D) -> (...).
 
-        Args:
-            rows: (..., D).
-            is_complex: Whether the rows hold D/2 complex numbers, (re, im, re, ...).
+        ``is_complex`` rows hold D/2 complex numbers, (re, im, re, ...).
         """
         raise NotImplementedError
 
 
 class N3(Regularizer):
-    """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, with moduli for complex numbers."""
+    """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3."""
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
         return _CubedModuli.apply(rows) if is_complex else rows.abs().pow(3.0).sum(-1)
@@ -211,21 +206,15 @@ class IVR(TripleRegularizer):
 
 
 class Regularizers:
-    """The regularizers of a model: N3 and any others.
-
-    Attributes:
-        on_entities: Those of entity rows, with their weights.
-        on_relations: Those of relation rows, with their weights.
-        on_triples: Those of whole triples, with their weights.
-    """
+    """The regularizers of a model: N3 and any others, each with its weight."""
 
     def __init__(self, n3: float = 0.0, others: Iterable[Regularizer] = ()):
         self.on_entities: list[tuple[float, Regularizer]] = []
         self.on_relations: list[tuple[float, Regularizer]] = []
-        self.on_triples: list[tuple[float, TripleRegularizer]] = []
+        self.on_triples: list[tuple[float, Any]] = []
         for part in (N3(n3), *others):
             own = part.weight if part.relation_weight is None else part.relation_weight
-            if isinstance(part, TripleRegularizer):
+            if part.takes_triples:
                 self.on_triples += [(part.weight, part)] if part.weight else []
             else:
                 self.on_entities += [(part.weight, part)] if part.weight else []

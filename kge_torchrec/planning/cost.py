@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.config import Config
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.over_all import (
     BLOCK_BYTES,
@@ -268,9 +267,9 @@ def _flops(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         return flop_registry[packet](*args, **kwargs, out_val=out)
     # Subtract, square or absolute value, add; in gradients once for each side.
     name = operation.name()
-    if packet in (aten._cdist_forward, VALUE_OF_PAIRS) or name == "kge_torchrec::pair_scores":
+    if packet == aten._cdist_forward or name == "kge_torchrec::pair_scores":
         return 3 * prod(out.shape) * args[0].shape[-1]
-    if packet in (aten._cdist_backward, GRADIENT_OF_PAIRS):
+    if packet == aten._cdist_backward:
         return 6 * prod(args[0].shape) * args[1].shape[-1]
     if name in ("kge_torchrec::pair_query_gradients", "kge_torchrec::pair_row_gradients"):
         return 6 * prod(args[4].shape) * args[0].shape[-1]

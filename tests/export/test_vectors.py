@@ -16,7 +16,6 @@ from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError, UnknownLabelError
 from kge_torchrec.export.vectors import item_vectors, metric_of, query_vectors
 from kge_torchrec.export.write import check_format
-from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 
 COMPARED = {
     "inner product": lambda q, t: (q * t).sum(-1),
@@ -71,13 +70,6 @@ def test_operators_on_heads_give_the_scores(tail, comparator, metric, reciprocal
             metric_of(model.scorer)
         return
     assert metric_of(model.scorer) == metric
-    check(model)
-
-
-def test_factor_of_a_product_is_in_the_queries():
-    model = model_of("ckeci", False)
-    scorer = type("Halved", (type(model.scorer),), {"comparison": Shifted(InnerProduct(), 0.5)})
-    model.scorer.__class__ = scorer
     check(model)
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -117,18 +116,6 @@ def test_damaged_file_is_compiled_again(toy, damage):
     file.write_bytes(damage(content))
     assert toy.start() == 30 and toy.is_compiled
     assert toy.start() == 30 and not toy.is_compiled
-
-
-def test_old_files_of_other_versions_are_removed(toy):
-    toy.start()
-    (old,) = toy.files
-    toy.replace("inner.py", "3.0", "4.0")
-    toy.start()
-    assert len(toy.files) == 2  # another checkout may use it
-    os.utime(old, (time.time() - 90 * 86400,) * 2)
-    toy.replace("inner.py", "4.0", "5.0")
-    assert toy.start() == 50
-    assert len(toy.files) == 2 and old not in toy.files
 
 
 def started(code: str, *paths: Path, **environment: str) -> tuple[str, list[str]]:

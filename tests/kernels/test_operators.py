@@ -19,9 +19,16 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.nn.functional import softplus
 
-from kge_torchrec.kernels import dropout, ids, library, operators, pair_scores, parallel, scores
-from kge_torchrec.kernels.comparisons import InnerProduct, distance
-from kge_torchrec.kernels.triple_products import EncodeTriples
+from kge_torchrec.kernels import (
+    dropout,
+    ids,
+    library,
+    operators,
+    pair_scores,
+    parallel,
+    scores,
+    triple_products,
+)
 from kge_torchrec.models.scorers.layers import Dropout
 
 COMPARISONS, MAPPED = get_args(library.Compared), get_args(library.Mapped)
@@ -185,9 +192,9 @@ def pairs_formula(kind: str, query, maps, rows, index) -> Tensor:
 # Queries and scores of triples
 
 
-def triples_call(action: str, queries, candidates, rows, relations, half, sides, seed) -> Call:
+def triples_call(action: int, queries, candidates, rows, relations, half, sides, seed) -> Call:
     """Rows that no triple has get the gradient 0; some are returned as they are."""
-    draw, dim = stream(seed), 2 * half - (action == "real")
+    draw, dim = stream(seed), 2 * half - (action == triple_products.REAL)
     inputs = [torch.randn(n, dim, generator=draw) for n in (rows, relations)]
     # Of anchors, relations, targets and candidates, for each side.
     counts = (queries, rows), (queries, relations), (queries, rows), (candidates, rows)
@@ -198,16 +205,18 @@ def triples_call(action: str, queries, candidates, rows, relations, half, sides,
         results = []
         for anchor, relation, target, others in zip(*[iter(index)] * 4, strict=True):
             query, by = rows[anchor], relations[relation]
-            if action == "real":
+            if action == triple_products.REAL:
                 query = query * by
             else:
                 one, other = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, by))
-                other = other.conj() if action == "conjugate" else other
+                other = other.conj() if action == triple_products.CONJUGATE else other
                 query = torch.view_as_real(one * other).flatten(-2)
             results += [query, (query * rows[target]).sum(-1), rows[others]]
         return (*results, rows[copied])
 
-    run = lambda *tables: EncodeTriples.apply(*tables, [action] * sides, copied, *index)  # noqa: E731
+    def run(*tables):
+        return triple_products.EncodeTriples.apply(*tables, [action] * sides, copied, *index)
+
     return Call(run, formula, inputs, [(1e-5, 1e-4)])
 
 
@@ -255,7 +264,7 @@ OPERATORS = {
     **{f"sums, {name}": of_kind(SUMS, softmax) for name, softmax in BOTH.items()},
     **{f"full, {name}": of_kind(FULL, softmax) for name, softmax in BOTH.items()},
     **{kind: of_kind(PAIRS, kind) for kind in COMPARISONS + MAPPED},
-    **{action: of_kind(TRIPLES, action) for action in get_args(library.Action)},
+    **{f"triples {action}": of_kind(TRIPLES, action) for action in range(3)},
 }
 every_operator = pytest.mark.parametrize("name", OPERATORS)
 
@@ -275,7 +284,7 @@ def computed(function, inputs) -> list[Tensor]:
 
 
 @every_operator
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_values_and_gradients_equal_the_formula(name, data):
     operator = OPERATORS[name]
@@ -319,18 +328,6 @@ def test_no_number_hides_that_an_input_is_not_finite(name, number):
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.isfinite(), other.isfinite())
     assert not all(x.isfinite().all() for x in actual)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", BOTH)
-def test_full_scores_that_are_not_finite_stay_in_their_query(kind, dtype):
-    values = torch.zeros(3, 140)
-    values[1, 7], values[2, 139] = torch.nan, torch.inf
-    sizes = {**FULL.large, "size": (3, 140), "dtype": dtype, "rest": 0.0}
-    call = full_call(BOTH[kind], **sizes, seed=0)
-    statistics, gradients = call.run(values.to(dtype))
-    assert statistics.isfinite().tolist() == [True, False, False]
-    assert statistics[1].isnan() and gradients[1, 7].isnan() and gradients[0].isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [-1, 5])
@@ -450,24 +447,6 @@ def test_score_of_a_pair_does_not_depend_on_its_position(kind):
             one = slice(i, i + 1)
             single = pairs(kind, query[:, one], maps[:, one], table, index[:, k : k + 1])
             assert torch.equal(single[0, 0, 0], together[0, i, k])
-
-
-@every_kind
-def test_scorers_without_kernels_copy_rows(kind):
-    """Double precision, as CUDA."""
-    query, maps, table = pairs_call(kind, 3, 5, 0, 6, 5, 0).inputs
-    index = torch.randint(5, (3, 7), generator=stream(1))
-
-    def result(*inputs):
-        query, maps, table = inputs
-        if kind == "dot":
-            return InnerProduct().matrix(query, table, index)
-        return distance(kind, query, table, index, maps if kind in MAPPED else None)
-
-    exact = [x.double() for x in (query, maps, table)]
-    torch.testing.assert_close(result(*exact), pairs_formula(kind, *exact, index))
-    near = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(result(query, maps, table), result(*exact).float(), **near)
 
 
 def test_half_precision_is_computed_in_float32():

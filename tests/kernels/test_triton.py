@@ -135,9 +135,9 @@ def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeyp
     assert out.isfinite().sum() == count - 3 * (queries + 1)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
-    size=st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1023, 1024, 16384, 16385])),
+    size=st.tuples(st.integers(1, 3), st.sampled_from([0, 1, 1023, 16385])),
     picks=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_counts_equal_the_definition(size, picks, seed):
@@ -154,7 +154,7 @@ def test_counts_equal_the_definition(size, picks, seed):
     assert torch.equal(equal, 5 + (compared == values[:, None]).sum(1))
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     size=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 90, 1023, 1024, 1025, 2500])),
     scale=st.sampled_from([1e-3, 3.0, 60.0]), shift=st.sampled_from([0.0, -50.0, 90.0]),
@@ -255,20 +255,6 @@ def sparse_file(tmp_path, monkeypatch):
 
 no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu does it there")
 FAR = 3 << 29  # two rows of it have more than 2^31 elements
-
-
-@no_gpu
-@pytest.mark.parametrize("kind", DISTANCES)
-def test_distances_beyond_two_billion_elements(kind, sparse_file):
-    """Only the first tile is computed, of three queries that lie so far from each other."""
-    query, few, maps = case(kind, 1, 3, 4, 4)
-    rows, out = sparse_file(1, 4, FAR), sparse_file(1, 3, FAR)
-    rows[:, :, :4] = few.mT
-    per_query = [x.mT.contiguous() for x in (query, query if maps is None else maps)]
-    sizes = 3, FAR, 4, kind, 1e-12, QUERIES, ROWS
-    triton_pairs._distance[(1,)](per_query[0], rows, per_query[1], out, *sizes)
-    expected = formula(kind, query, few, maps).float()
-    torch.testing.assert_close(out[..., :4], expected, rtol=2e-5, atol=2e-5)
 
 
 @no_gpu

@@ -75,7 +75,7 @@ def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypa
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
+@pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "pyke", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
 def test_products_replace_distances_in_training(name, half):
     """Products are as exact as float32 lengths, or as bfloat16 with autocast; ranking has none."""
@@ -138,7 +138,8 @@ def test_squares_beyond_float16_range_keep_float32_precision():
 
 def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
     """Ranking there uses tiles, and so does a first pass over scores that are not kept."""
-    cuda = type("query", (), {"device": torch.device("cuda"), "dtype": torch.float32})
+    there = {"device": torch.device("cuda"), "dtype": torch.float32, "is_meta": False}
+    cuda = type("query", (), there)
     cpu, chosen = torch.zeros(1).double(), operators.IMPLEMENTATION["distances"]
     for there_is in (True, False):
         monkeypatch.setattr(operators, "has_triton", lambda there_is=there_is: there_is)
@@ -146,24 +147,6 @@ def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
         with torch.no_grad():
             assert chosen(cuda) == ("triton" if there_is else "torch") and chosen(cpu) == "torch"
     assert chosen(torch.zeros(1)) == "numba"
-
-
-def test_compiler_unrolls_few_blocks(monkeypatch):
-    """A block at a time is compiled anew each: hundreds took minutes."""
-    queries, rows = torch.ones(1, 50, 8), torch.ones(1, 3, 8)
-    blocks = []
-
-    def score(query, row):
-        blocks.append(query.shape[1])
-        return (query * row).sum(-1)
-
-    monkeypatch.setitem(operators.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
-    expected = operators.pairwise(score, [queries], [rows], 8)
-    assert blocks == [2] * 25
-    blocks.clear()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(operators.pairwise(score, [queries], [rows], 8), expected)
-    assert blocks == [13, 13, 13, 11]
 
 
 def test_no_two_kinds_or_dtypes_share_a_limit_of_recompilations(monkeypatch):

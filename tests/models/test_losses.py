@@ -216,33 +216,9 @@ def test_losses_of_blocks_add_up_to_the_formula(case):
     assert (result - weight[:, None] * gradient).abs().max() < 1e-5
 
 
-def test_scores_far_from_0_keep_their_digits():
-    """Normalizers by torch, and gradients by the kernels."""
-    scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)) + 3000
-    labels, loss = torch.eye(4, 9) > 0, closed("softmax", 9)
-    by_column = scores.T.contiguous().T  # which kernels do not take
-    statistics = loss.partial_statistics(by_column, answers_of(labels))
-    assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
-    _, expected = dense(LossConfig("softmax"), scores, labels)
-    answers = answers_of(labels)
-    loss.backward(scores, loss.partial_statistics(scores, answers), answers, torch.ones(4))
-    assert (scores - expected).abs().max() < 1e-6
-
-
-def test_rank_without_rows_changes_nothing():
-    loss, labels = closed("softmax", 2), torch.tensor([[False, True]])
-    statistics = loss.partial_statistics(torch.tensor([[1.0, 2.0]]), answers_of(labels))
-    nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
-    assert torch.equal(loss.reduce(torch.stack([nothing, statistics])), statistics)
-
-
-def test_only_softmax_needs_statistics_of_other_blocks():
-    assert {c.name for c in CLOSED if build_loss(c).over_all(4).normalizes} == {"softmax"}
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
-    [("bfloat16", "bce", {"reduction": "mean"}), ("padded", "softmax", {}), ("columns", "bce", {}),
+    [("bfloat16", "bce", {"reduction": "mean"}), ("padded", "softmax", {}),
      ("double", "softmax", {"smoothing": "libkge"})],
 )  # fmt: skip
 def test_gradients_do_not_depend_on_the_layout_of_scores(kind, name, options):
@@ -252,8 +228,6 @@ def test_gradients_do_not_depend_on_the_layout_of_scores(kind, name, options):
     labels = torch.rand(7, 70) < 0.2
     labels[:, 3] = True
     block = scores.double() if kind == "double" else scores.clone()
-    if kind == "columns":
-        block = scores.T.contiguous().T
     if kind == "bfloat16":
         block = block.bfloat16()
     if kind == "padded":

@@ -2,14 +2,11 @@
 
 A scorer encodes a query (``query``) and compares it with entity rows (``comparison``). A query is
 an anchor entity and a relation. ``side`` names the missing end: "tail" is the query (anchor,
-relation, ?), "head" is (?, relation, anchor). A chunk is a group of queries that share their
-candidates. A scorer holds the relation parameters and any other dense parameters. The caller passes
-entity rows in, so a scorer does not depend on where they are stored.
+relation, ?), "head" is (?, relation, anchor). A chunk is a group of queries that share candidates.
 
 With ``model.biases`` the last two elements of an entity row are its bias b as a head and its bias c
 as a tail (Balazevic et al. 2019; KGEmb's ``--bias learn``, Chami et al. 2020): score(h, r, t) + b_h
-+ c_t. They are sharded, optimized and saved with the row. The formula, normalization, dropout of
-queries and penalties do not see them.
++ c_t. The formula, normalization, dropout of queries and penalties do not see them.
 
 Shapes: C chunks, b queries per chunk, K candidates per chunk, U entity rows, D elements per entity
 vector, E elements per entity row (model.dim: D, and two biases if there are any), R relation rows
@@ -82,6 +79,9 @@ class Scorer(nn.Module):
     # Whether the score is an inner product with a query that is linear in the anchor, on both
     # sides: <query(h, r, "tail"), t> = <query(t, r, "head"), h>.
     is_bilinear = False
+    # "real" or "complex": a query is the product of anchor and relation, number by number, and for
+    # heads with the conjugate. A kernel of CPUs may compute it then (``kernels.triple_products``).
+    multiplies: str | None = None
     # Elements per part of a row, whose length is multiplicative: |x y| = |x| |y|. None: the rows
     # have no such parts.
     part_size: int | None = None
@@ -114,8 +114,8 @@ class Scorer(nn.Module):
         self.row_dim = dim + self.bias_columns
         if biases:
             self.formula = with_biases(self.formula)
-        # How relations act on anchors, if the class itself says so: a subclass may change it.
-        self.own_actions = vars(type(self)).get("actions")
+        # A subclass may do anything else, so it does not inherit the attribute.
+        self.multiplies = vars(type(self)).get("multiplies")
         width = self.relation_dim(dim, self.options)
         self.relation_rows = num_relations * (2 if reciprocal else 1)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
@@ -161,7 +161,6 @@ class Scorer(nn.Module):
 
     @classmethod
     def multiple_of(cls, options: Any) -> int:
-        """Return ``multiple`` for these options."""
         return cls.multiple
 
     @classmethod
@@ -171,7 +170,6 @@ class Scorer(nn.Module):
 
     @classmethod
     def measures_distance(cls, options: Any) -> bool:
-        """Return ``is_distance`` for these options."""
         return cls.is_distance
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:

@@ -6,9 +6,8 @@ P partitions of C = D / P elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import PositiveInt, Share
 from kge_torchrec.kernels.comparisons import Comparison, InnerProduct
-from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import times
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
@@ -29,35 +27,22 @@ class BilinearScorer(Scorer):
     is_bilinear = True
 
 
-class ElementwiseScorer(BilinearScorer):
-    """Multiplies anchor and relation element by element, as ``actions`` declares for each side.
-
-    On a CPU ``kernels.side_rows`` computes declared products while it reads the rows of a batch.
-    A subclass that computes anything else does not declare them, and takes the general way.
-    """
-
-    actions: ClassVar[Mapping[Side, Action]]
-
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        action = self.actions[side]
-        if action == "real":
-            return anchor * relation
-        return times(anchor, relation, conjugate=action == "conjugate")
-
-
-class DistMult(ElementwiseScorer):
+class DistMult(BilinearScorer):
     """A diagonal bilinear form, symmetric in head and tail. An entity row holds D real numbers."""
 
     name = "distmult"
     formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
     part_size = 1
-    actions: ClassVar[Mapping[Side, Action]] = {"head": "real", "tail": "real"}
+    multiplies = "real"
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return anchor * relation
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return head * tail
 
 
-class ComplEx(ElementwiseScorer):
+class ComplEx(BilinearScorer):
     """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
 
     Re(x conj(y)) is the inner product of x and y as real vectors, so the tail query is h r and the
@@ -68,7 +53,10 @@ class ComplEx(ElementwiseScorer):
     formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
     multiple = part_size = 2
     is_complex = relation_is_complex = True
-    actions: ClassVar[Mapping[Side, Action]] = {"head": "conjugate", "tail": "complex"}
+    multiplies = "complex"
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return times(anchor, relation, conjugate=side == "head")
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return times(tail, head, conjugate=True)

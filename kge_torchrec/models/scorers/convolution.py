@@ -11,7 +11,7 @@
     ConvO   Demir et al. 2021            <conv(h, r) * (h r), t>, octonions
 
 conv(h, r) is ``Convolution`` over an image of 2 n rows, one per component of h, then of r, and D/n
-columns. It is padded so that feature maps keep its size.
+columns, padded so that feature maps keep its size.
 
 Shapes: n components per algebra number, D elements per row.
 """

@@ -4,18 +4,14 @@ exp_0 maps tangent vectors at 0 to points of the ball of curvature -c: exp_0(u) 
 of u and lies at tanh(|u| sqrt(c)) / sqrt(c) from 0 in the ball, a hyperbolic distance of 2 |u|.
 x (+) y is Moebius addition: y moved by the translation that takes 0 to x.
 
-The code uses the hyperboloid, the same space in other coordinates. Near the boundary of the ball,
-points differ in digits that a float does not have, and formulas there divide by values near 0. The
-hyperboloid's formulas do not. A point is (1 + m, X) with |X|^2 = (1 + m)^2 - 1. A point x of the
-ball becomes
+The code uses the hyperboloid, whose formulas keep their digits near the boundary of the ball. A
+point is (1 + m, X) with |X|^2 = (1 + m)^2 - 1. A point x of the ball becomes
 
     m = 2 c |x|^2 / (1 - c |x|^2),  X = 2 sqrt(c) x / (1 - c |x|^2)
 
-and the distance d of two points follows from
+and the distance d of two points follows from one matrix product for all pairs,
 
     sinh^2(d sqrt(c) / 2) = (m + n + m n - <X, Y>) / 2
-
-so one matrix product and elementwise operations give all distances of a chunk of queries.
 
 Shapes: C chunks, b queries, K candidates, D elements per row.
 """
@@ -57,13 +53,13 @@ class MinusSquaredDistance(Comparison):
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         point, excess, root = query
-        rows = rows if index is None else pick(rows, index)
+        rows = pick(rows, index)
         # The score is a difference of products, which needs full precision.
         with torch.autocast(block_device(rows), enabled=False):
             inputs = products(point, rows), excess, root
             lengths = _lengths(rows).transpose(-1, -2)
             width = _STEPS * rows.shape[-2]
-            return pairwise(_score, inputs, [lengths], width, compiles_whole=True)[..., 0, :]
+            return pairwise(_score, inputs, [lengths], width)[..., 0, :]
 
 
 class RotH(Scorer):

@@ -1,8 +1,6 @@
 """Building blocks that scorers share: dropout, normalization of rows, initialization of layers.
 
-Scorers use row-wise normalization where a paper uses BatchNorm. BatchNorm depends on the batch of
-each rank, so runs with one rank and with two would train different models. Initial values depend
-only on the seed's random stream, not on the device or rank.
+Scorers normalize rows where a paper uses BatchNorm, which depends on the batch of each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ class Dropout(nn.Dropout):
     """torch's dropout; on a CPU with other draws, which depend on torch's generator state only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout: (...) -> (...)."""
         return dropped(input, self.p) if self.training and self.p else input
 
 

@@ -97,7 +97,7 @@ class OperatedRows(Comparison):
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         point, relation, operator = query
         if relation is not None:
-            rows = rows if index is None else pick(rows, index)
+            rows = pick(rows, index)
             width = rows.shape[-1] + relation.shape[-1]
             return pairwise(partial(self._scores, operator), [point, relation], [rows], width)
         if self.comparator == "cosine":

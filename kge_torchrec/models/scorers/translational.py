@@ -134,8 +134,11 @@ class Pyke(Scorer):
     start = ("uniform", 0.25)
     is_distance = True
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
-    comparison = Shifted(MinusDistance("euclidean", by_products=False), 0.5)
+    comparison = Shifted(MinusDistance("euclidean"))
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        return super().normalized(vectors) / 2
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
-        distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
-        return relation, -distance / 2
+        point = relation / 2
+        return point, -torch.linalg.vector_norm(anchor - point, dim=-1, keepdim=True)
