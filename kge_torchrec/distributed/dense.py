@@ -35,7 +35,7 @@ class DenseWrapper:
     """The wrapper of a single rank, and the base class of the other wrappers."""
 
     name = "none"
-    title = "one rank"  # what ``describe`` says of it
+    title = "one rank"  # in words
     frozen: FrozenDense | None = None  # rows that no step changes, see ``training.start``
 
     def wrap(self, model: KGEModel) -> nn.Module:
@@ -98,17 +98,6 @@ class DenseWrapper:
     def _rows_of(self, name: str, tensor: Tensor) -> Rows:
         """Return this rank's rows of a parameter or state."""
         return Rows(name, tensor.detach())
-
-    def describe(self) -> str:
-        """Describe in readable text what each rank holds of each parameter."""
-        lines = [f"dense parameters: {self.title}"]
-        for name, parameter in self.objective.named_parameters():
-            size = " x ".join(f"{n:,}" for n in parameter.shape)
-            lines.append(f"  objective.{name}: {size}{self._place(parameter)}")
-        return "\n".join(lines)
-
-    def _place(self, parameter: nn.Parameter) -> str:
-        return ""
 
 
 class Replicated(DenseWrapper):
@@ -207,10 +196,6 @@ class Sharded(DenseWrapper):
         is_replica = self.mesh.ndim == 2 and self.mesh.get_local_rank("replicate") > 0
         return Rows(name, local_part(tensor.detach()), first, is_replica)
 
-    def _place(self, parameter: nn.Parameter) -> str:
-        rows = self._rows(parameter.shape[0])
-        return f", rows {', '.join(f'{own.start:,} to {own.stop:,}' for own in rows)}"
-
     def _rows(self, count: int) -> list[range]:
         """Return the rows of each part of a parameter with ``count`` rows."""
         return rows_by_rank(count, self.mesh.shape[-1])  # FSDP splits as torch.chunk does
@@ -267,12 +252,8 @@ class FrozenDense:
     """Rows of dense parameters that no step changes, including their optimizer state.
 
     Weight decay and momentum also change rows without a gradient, so a hook restores the frozen
-    rows after every step.  Create it after parameters and state have the values to keep.
-
-    Args:
-        wrapper: The wrapper of the parameters.
-        optimizer: Their optimizer.
-        frozen: (rows,) bool by name of the objective's parameter, which rows are frozen.
+    rows after every step.  Create it after parameters and state have the values to keep; ``frozen``
+    has (rows,) bool by name of the parameter.
     """
 
     def __init__(self, wrapper: DenseWrapper, optimizer: Optimizer, frozen: dict[str, Tensor]):

@@ -11,8 +11,6 @@ import logging
 import os
 import pickle
 import re
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +31,6 @@ T = TypeVar("T")
 # Seconds to connect two ranks after all ranks have checked in.  The store does not notice a rank
 # that dies meanwhile, so the other ranks wait this long; gloo tries up to five times.
 CONNECT_SECONDS = 20.0
-_SECONDS_TO_SAY = 4.0
 _ALONE = "unset RANK and WORLD_SIZE (env -u RANK -u WORLD_SIZE kge-torchrec ...)"
 
 log = logging.getLogger(__name__)
@@ -148,11 +145,7 @@ class OtherRankFailed(KGEError, RuntimeError):
 
 
 def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
-    """Run ``work()`` on rank 0; return its result, or raise its error, on every rank.  Collective.
-
-    A failure on rank 0 therefore ends all ranks with a message.  Otherwise they would wait in the
-    next collective.
-    """
+    """Run ``work()`` on rank 0; return its result or raise its error on all ranks.  Collective."""
     result: T | None = None
     error: Exception | None = None
     if processes.is_first:
@@ -171,10 +164,7 @@ def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
 def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
     """Run ``work()`` on every rank; return this rank's result if all succeed.  Collective.
 
-    A rank that fails raises its own error.
-
-    Raises:
-        OtherRankFailed: The work succeeded here and failed on another rank.
+    A rank that fails raises its own error, the others OtherRankFailed.
     """
     result: T | None = None
     error: Exception | None = None
@@ -263,10 +253,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException, timeout: float | None) -> str:
-    """Return a message that says what has happened to another rank, and what to do.
-
-    ``timeout`` are the seconds that this rank has waited; None if a longer one would not help.
-    """
+    """Say what has happened to another rank, and what to do; None: more time would not help."""
     resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
     if timeout is not None and re.search(_TIMED_OUT, str(error), re.IGNORECASE):
         return (
@@ -296,28 +283,22 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _start(device: torch.device, timeout: float) -> None:
-    """Make the group of all ranks.
-
-    Raises:
-        RankLost: A rank does not start or goes missing.
-    """
+    """Make the group of all ranks; RankLost if one does not start or goes missing."""
     # CUDA runs also need gloo, for checkpoints and small objects on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _check_interfaces()
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         own = dist.HashStore()  # in memory: needs no port, host name or file
         dist.init_process_group(backend, store=own, rank=0, world_size=1)
         return
     limit = timedelta(seconds=timeout)
-    with _waiting_is_said():
-        shared, rank, world = _store(limit)
-        # The store outlives groups, and attempts of torchrun (pytorch issue 135712): without a
-        # prefix, a group would find the addresses of an older one, or of killed processes.  Each
-        # host counts its own restarts, so the count is not used with several hosts.
-        on_one_host = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if on_one_host else 0
-        store = dist.PrefixStore(f"attempt-{attempt}-group-{_groups}", shared)
-        _check_in(store, rank, world, timeout)
+    shared, rank, world = _store(limit)
+    # The store outlives groups, and attempts of torchrun (pytorch issue 135712): without a prefix,
+    # a group would find the addresses of an older one, or of killed processes.  Each host counts
+    # its own restarts, so the count is not used with several hosts.
+    on_one_host = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if on_one_host else 0
+    store = dist.PrefixStore(f"attempt-{attempt}-group-{_groups}", shared)
+    _check_in(store, rank, world, timeout)
     connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))
     store.set_timeout(connecting)
     try:
@@ -333,18 +314,15 @@ def _start(device: torch.device, timeout: float) -> None:
 
 
 def _store(limit: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store of all ranks, this rank and the number of ranks.
-
-    Raises:
-        ConfigError: The environment does not say where the store is, or its port is in use.
-        RankLost: Not all ranks connect to the store.
-    """
+    """Return the store of all ranks, this rank and the number of ranks."""
     address, port = (os.environ.get(f"MASTER_{name}") for name in ("ADDR", "PORT"))
     if address is None or port is None:
         raise ConfigError(
             "RANK and WORLD_SIZE are set, and MASTER_ADDR or MASTER_PORT is not: start all ranks "
             f"by torchrun, or {_ALONE}"
         )
+    rank, ranks = (os.environ[name] for name in ("RANK", "WORLD_SIZE"))
+    log.info("rank %s of %s joins the other ranks at %s:%s", rank, ranks, address, port)
     try:
         return next(dist.rendezvous("env://", timeout=limit))
     except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -354,37 +332,10 @@ def _store(limit: timedelta) -> tuple[dist.Store, int, int]:
                 f"MASTER_PORT (torchrun: --master_port), or {_ALONE}"
             ) from error
         raise RankLost(
-            f"not all {os.environ['WORLD_SIZE']} ranks connected to {address}:{port} within "
-            f"{limit.total_seconds():g} s (`timeout`): {str(error).splitlines()[0]}"
+            f"not all {ranks} ranks connected to {address}:{port} within "
+            f"{limit.total_seconds():g} s (`timeout`): {str(error).splitlines()[0]}; to train in "
+            f"one process, {_ALONE}"
         ) from error
-
-
-@contextmanager
-def _waiting_is_said() -> Iterator[None]:
-    """Say what this rank waits for, if it takes longer than a start does; once per host."""
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    text = f"rank {rank} of {world} waits for the other ranks at {place}; to train in one process, "
-    timer = threading.Timer(_SECONDS_TO_SAY, log.warning, ["%s%s", text, _ALONE])
-    timer.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0" and world != "1":
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _check_interfaces() -> None:
-    """Raise ConfigError if gloo is to use a network interface that this host does not have."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    there = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, named.split(",")):
-        if name not in there:
-            raise ConfigError(
-                f"GLOO_SOCKET_IFNAME: this host has no network interface {name!r}, it has "
-                f"{', '.join(there)}; name one of them, or unset the variable"
-            )
 
 
 def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> None:
@@ -400,7 +351,8 @@ def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> None:
             missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
             raise RankLost(
                 f"rank {', '.join(missing)} of {world} did not start within {timeout:g} s "
-                "(`timeout`): see the messages of that rank or of the program that starts the ranks"
+                "(`timeout`): see the messages of that rank or of the program that starts the "
+                f"ranks; to train in one process, {_ALONE}"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

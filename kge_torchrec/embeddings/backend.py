@@ -32,8 +32,8 @@ __all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard", "StepBo
 class StepBoth:
     """Steps the dense parameters, then the table, whose step may run in a thread.
 
-    TorchRec's CombinedOptimizer would nest three optimizers around these two, each with the hooks
-    and profiler events of torch's, which a small step feels.
+    TorchRec's CombinedOptimizer would nest three optimizers around these two, which small steps
+    feel.
     """
 
     def __init__(self, table: Any, dense: Optimizer):

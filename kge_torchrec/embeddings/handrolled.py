@@ -4,8 +4,7 @@
     forward   send ids to the owners, receive rows
     backward  send gradients to the owners, which keep them until ``step``
 
-Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
-TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated.
+The scheme is that of TorchFSDPTrainer in dice-embeddings, with de-duplicated batches.
 
 Shapes: N rows of the table, n of them on this rank, D elements per row, M ids of this rank's batch,
 R ids requested from this rank, W ranks.
@@ -62,7 +61,7 @@ class HandrolledBackend(EmbeddingBackend):
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.parameters()))
         self.optimizer = StepBoth(self.table, self.dense_optimizer)
         table = describe_rows(tables, processes.world_size, objective.scorer.row_dim, "hand-rolled")
-        self.layout = f"{table}\n{self.dense.describe()}"
+        self.layout = f"{table}\ndense parameters: {self.dense.title}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Replace the ids by their route while they are on the host.  Collective."""
@@ -160,10 +159,9 @@ class _Lookup(torch.autograd.Function):
 
 @dataclass
 class Route(Pipelineable):
-    """The ids of a batch, which are grouped by owner, with the counts of the exchange.
+    """The ids of a batch, grouped by owner, and the counts of the exchange, from the host.
 
-    The host makes the route before the batch moves to its device.  Exchanges therefore need no
-    counts from the device, which would force a synchronization.
+    Counts from the device would force a synchronization.
     """
 
     ids: Tensor  # (M,) ascending
@@ -186,12 +184,7 @@ def make_route(
 ) -> Route:
     """Make the route of ids (M,), ascending and on the CPU.  Collective if there are several ranks.
 
-    Args:
-        ids: (M,); M may be 0.
-        ranges: The rows of each rank.
-        group: The ranks; None only for a single rank.
-        distinct: See ``Route``.
-        occurrences: See ``Route``; None: not counted.
+    ``ranges`` are the rows of each rank.  A single rank needs no group.
     """
     places = _NOTHING if occurrences is None else occurrences
     if len(ranges) == 1:

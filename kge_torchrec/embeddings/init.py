@@ -1,13 +1,12 @@
 """Memory and initial values of the entity table.
 
 Initial values are a function of (seed, global row), so they do not depend on ranks, threads or
-device.  Rows are drawn in chunks of 65,536, and each chunk has its own random stream.  A rank that
-holds the middle of a chunk draws the chunk from its beginning.
+device.  Rows are drawn in chunks of 65,536 with a random stream each; a rank that holds the middle
+of a chunk draws it from its beginning.
 
-Tables and their state in main memory use 2-MiB pages where the kernel has them.  A step touches
-rows scattered over gigabytes; with small pages, finding the address of a row takes as long as
-reading it.  torch's own switch for huge pages (THP_MEM_ALLOC_ENABLE) is no substitute: it also
-aligns the temporaries of a step to 2 MiB, which fragments the heap.  One rank grew by 0.5 GB.
+Tables and their state in main memory use 2-MiB pages where the kernel has them: a step touches rows
+scattered over gigabytes, and finding the address of a row takes as long as reading it.  With
+torch's own switch (THP_MEM_ALLOC_ENABLE), which aligns temporaries too, one rank grew by 0.5 GB.
 
 Shapes: n rows on this rank, D elements per row.
 """

@@ -1,8 +1,7 @@
 """The optimizers of the entity table: one class each, with its options, states and formula.
 
 ``step`` is the formula in torch.  It steps the rows of GPUs in the hand-rolled engine and checks
-the compiled kernels of CPUs (``kernels.rows``) and of FBGEMM.  A class from another package has
-nothing but ``step``, which also steps the dense parameters.
+the compiled kernels of CPUs (``kernels.rows``) and of FBGEMM.
 
 Shapes: u rows at a time, D elements per row.
 """
@@ -200,7 +199,7 @@ class Adam(RowOptimizer):
         beta1, beta2 = _single(self.beta1), _single(self.beta2)
         m = states["exp_avg"].mul_(beta1).add_(grad * (1 - beta1))
         v = states["exp_avg_sq"].mul_(beta2).add_(self.square(grad).mul_(1 - beta2))
-        correction1, correction2 = 1 - _single_power(beta1, step), 1 - _single_power(beta2, step)
+        correction1, correction2 = 1 - _single(beta1, step), 1 - _single(beta2, step)
         change = (m / correction1).div_((v / correction2).sqrt_().add_(self.eps))
         if self.weight_decay:
             change += rows * self.weight_decay
@@ -305,18 +304,11 @@ KERNELS: dict[type[RowOptimizer], str] = {
 }
 
 
-def _single(number: float) -> float:
-    """Round a number to float32."""
+def _single(number: float, exponent: int = 1) -> float:
+    """Round a number to float32, and raise it to a power in float32."""
     import numpy as np
 
-    return float(np.float32(number))
-
-
-def _single_power(base: float, exponent: int) -> float:
-    """Return a power in float32."""
-    import numpy as np
-
-    return float(np.power(np.float32(base), np.float32(exponent)))
+    return float(np.power(np.float32(number), np.float32(exponent)))
 
 
 def _torch() -> Any:
@@ -326,24 +318,14 @@ def _torch() -> Any:
 
 
 def optimizer_class(name: str) -> type[RowOptimizer]:
-    """Return the optimizer class of a name in the config.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
+    """Return the optimizer class of a name in the config; ConfigError for an unknown one."""
     return resolve("table_optimizer", name)
 
 
 def make_optimizer(
     name: str, lr: float = 0.01, preset: str = "fbgemm", **options: Any
 ) -> RowOptimizer:
-    """Make the optimizer of a table.
-
-    Args:
-        name: Its name in the config.
-        lr: Its base learning rate.
-        preset: The system whose variant it is.
-        options: The fields of its ``Options``.
+    """Make the optimizer of a table by its name in the config, with the fields of its ``Options``.
 
     Raises:
         ConfigError: The name is unknown, or the class does not implement ``step``.

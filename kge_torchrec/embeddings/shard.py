@@ -1,12 +1,10 @@
 """A rank's rows of the entity table: values, optimizer states, pending gradients and steps.
 
-Both engines exchange rows in their own way and keep them in a ``TableShard``.  The table does not
-step inside backward.  All backward passes before a step form one sum, so gradient accumulation,
-clipping and unscaling are exact.
+Both engines keep rows in a ``TableShard``.  It does not step inside backward: all backward passes
+before a step form one sum, so accumulation, clipping and unscaling are exact.
 
 The entities have one table, or one per node type with an optimizer of its own.  Ids are contiguous
-per type, so the tables follow each other in one range of ids, [0, N), which is split over the ranks
-like a single table.  Tables matter where rows get their first values and where optimizers step.
+per type, so tables follow each other in one range of ids, [0, N), which is split over the ranks.
 Extending a run appends ids, so a type may have several runs of ids, each a table here.  In a
 checkpoint the states of a type are one tensor, whose rows are numbered by entity.
 

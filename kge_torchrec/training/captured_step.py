@@ -1,13 +1,9 @@
-"""A step whose scores, loss and gradients are one CUDA graph.
+"""A step whose scores, loss and gradients are one CUDA graph, for small batches.
 
-With small batches a GPU waits for the host, which starts one kernel after another.  A CUDA graph
-starts all kernels between the looked-up rows and their gradients at once.
-
-A graph repeats the same kernels on the same memory, with the same numbers of the host.  So batches
-of a graph have one shape: every entity is looked up at every place, since distinct entities differ
-in number.  FBGEMM sums the gradients of a row, so parameters are the same up to rounding.  The
-lookup, clipping and both optimizers stay outside, because FBGEMM and torch read learning rate and
-step number on the host.
+A graph repeats the same kernels on the same memory, with the same numbers of the host.  So its
+batches have one shape: every entity is looked up at every place, since distinct entities differ in
+number, and FBGEMM sums the gradients of a row.  The lookup, clipping and both optimizers stay
+outside, because FBGEMM and torch read learning rate and step number on the host.
 
 Shapes: M looked-up rows, D elements per row.
 """

@@ -9,15 +9,9 @@ Every rank scores its own rows for all queries of the step:
     reduce    sum the gradients of gathered rows and of dense parameters over the ranks
     update    every row has a gradient and steps in every step
 
-The loss has a closed form over all entities (``over_all``).  Scores stay in memory between
-forward and backward if they fit.  Otherwise they are computed twice.  No rank ever holds the whole
-table or the full score matrix.
-
-Entities with features are scored by their vectors, which every rank sums once per step.
-
-The random numbers of dropout depend on the step and, within it, on the encoded queries (the same on
-every rank), on a cell of entities or on a cell of queries.  They do not depend on how the rows are
-split over the ranks.
+Scores stay in memory between forward and backward if they fit, otherwise they are computed twice.
+The random numbers of dropout depend on the step and on a cell of entities or of queries, not on how
+the rows are split over the ranks.
 
 Shapes: Q queries, F gathered rows (one per query, repeats included), n rows on this rank, m rows of
 a block, D elements per row, N entities.
@@ -62,12 +56,7 @@ _QUERIES, _RELATIONS, _ROWS, _TRIPLES = 0, 2, 3, 4  # purposes of random streams
 class FullCandidates(Step):
     """A step that trains batches of queries against all entities.  Collective.
 
-    Args:
-        backend: Table, scorer and optimizers.
-        loss: The loss in closed form over all entities.
-        train: The ``train`` section of the config.
-        device: Device of this rank.
-        features: Those of the entities, if they have any.
+    Entities with features are scored by their vectors, which every rank sums once per step.
 
     Attributes:
         kept_bytes: Scores of a rank's rows up to this size stay in memory.
@@ -176,17 +165,10 @@ class _Block(NamedTuple):
 
 
 class QueryPass:
-    """Forward and backward of the queries that are scored together.  Collective.
+    """Forward and backward of queries that are scored together: ``row_gradients``, then ``loss``.
 
-    Call ``row_gradients``, then ``loss``.
-
-    Args:
-        step: The step.
-        batch: The queries, the same on every rank.
-        shard: This rank's rows.
-        scale: The loss scale.
-        parameters: The whole dense parameters.
-        sums: This rank's terms of their gradients, to which those of the queries are added.
+    Collective.  ``sums`` are this rank's terms of the gradients of the whole dense ``parameters``,
+    to which those of the queries are added.
     """
 
     def __init__(

@@ -3,16 +3,10 @@
     Step           the order of a step; ``progress`` shows it
     SampledStep    forward and backward with sampled candidates
     PipelinedStep  the same in TorchRec's pipeline
-    unscale        fp16: divide by the loss scale, or skip the step on all ranks
-    clip           clip each element of each gradient (clip.value), and the norm over all dense
-                   parameters and all rows of the table, on all ranks (clip.norm)
 
-A step unscales and clips its whole gradient, summed over micro-batches, ranks and the duplicates of
-a row, so results do not depend on how the step was divided.
-
-``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all
-entities as candidates.  Dropout is a function of the position in training, not of earlier random
-draws.
+``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all entities
+as candidates.  A step unscales and clips its whole gradient, summed over micro-batches, ranks and
+the duplicates of a row, so results do not depend on how the step was divided.
 
 Shapes: U rows of this rank's shard with a gradient, D elements per row.
 """
@@ -125,7 +119,6 @@ class SampledStep(Step):
         return torch.stack([*losses, self.train_next(batches)]).sum()
 
     def train_next(self, batches: Iterator[SampledBatch]) -> Tensor:
-        """Run forward and backward of the next batch; return its loss, detached."""
         batch = next(batches)
         if self.watch is not None:
             self.watch("data")
@@ -136,7 +129,6 @@ class SampledStep(Step):
         return self.train_batch(batch)
 
     def train_batch(self, batch: SampledBatch) -> Tensor:
-        """Run forward and backward of a batch on the device; return its loss, detached."""
         loss, detached = self.backend.model(batch)
         loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
         if self.watch is not None:
@@ -185,7 +177,10 @@ def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> 
 def clip(
     train: TrainConfig, backend: EmbeddingBackend, rows: list[Tensor], device: torch.device
 ) -> None:
-    """Clip dense gradients and those of rows, (U, D) each, in place.  Collective."""
+    """Clip dense gradients and those of rows, (U, D) each, in place.  Collective.
+
+    clip.value bounds each element, clip.norm the norm over all dense parameters and all rows.
+    """
     if backend.dense.frozen is not None:
         backend.dense.frozen.drop_gradients()
     gradients = [*_dense(backend), *rows]
@@ -224,11 +219,8 @@ class NotPipelined(KGEError, RuntimeError):
 class PipelinedStep(SampledStep):
     """A step in TorchRec's pipeline, which sends the ids of the next batch during the current one.
 
-    Only ids are sent ahead.  Rows are looked up after the previous step, so results are the same as
-    with ``SampledStep``.
-
-    Raises:
-        NotPipelined: TorchRec could not pipeline the lookup.  Raised after the first step.
+    Rows are looked up after the previous step, so results are the same as with ``SampledStep``.
+    The first step raises NotPipelined if TorchRec could not pipeline the lookup.
     """
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):

@@ -86,7 +86,6 @@ LOST = "another rank died or cannot be reached: the first message"
     [
         (2, "before", r"rank 1 of 2 did not start within 1 s \(`timeout`\)"),
         (2, "connecting 0", LOST),
-        (2, "between", LOST),
         (4, "between", LOST),
     ],
 )

@@ -23,7 +23,7 @@ def test_chunk_size_does_not_change_a_resume(tmp_path):
     changes = {"train__optimizer": "rowwise_adam"}
     all_epochs = changes | {"train__epochs": 4}
     whole = run_world(1, trains, store, tmp_path / "whole", all_epochs, 1 << 20)[0]
-    for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):
+    for ranks, epochs, rows in ((2, 1, 3), (1, 2, 1), (2, 4, 1000)):
         more = changes | {"train__epochs": epochs}
         results = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
     assert largest_difference(results, whole) < 1e-5

@@ -18,7 +18,7 @@ from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
-from worlds import WorldError, run_world
+from worlds import run_world
 from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.distributed.processes import Rows, processes, rows_by_rank
@@ -51,39 +51,25 @@ class Torchrec:
     def __call__(self, ids: Tensor) -> Tensor:
         return self.model(ids)
 
-    @property
-    def group(self) -> dict:
-        return self.model.fused_optimizer.param_groups[0]
-
 
 class Handrolled:
     """The same on the hand-rolled exchange, whose routes take ids that ascend."""
 
-    def __init__(self, size: int, optimizer: RowOptimizer, counted: bool = False):
+    def __init__(self, size: int, optimizer: RowOptimizer):
         rank, ranges = dist.get_rank(), rows_by_rank(size, dist.get_world_size())
         tables = [EntityTable.of_all(size, optimizer, EntityInit())]
         self.rows = TableShard.of(tables, DIM, ranges[rank])
         self.rows.rows.copy_(start_values(size)[ranges[rank].start : ranges[rank].stop])
-        self.lookup = HandrolledLookup(self.rows, ranges, dist.group.WORLD, counts_places=counted)
+        self.lookup = HandrolledLookup(self.rows, ranges, dist.group.WORLD)
         self.step = self.rows.step
 
     def __call__(self, ids: Tensor) -> Tensor:
         order = ids.argsort(stable=True)
-        places = torch.ones_like(ids) if self.lookup.counts_places else None
-        ways = self.lookup.ranges, self.lookup.group
-        route = make_route(ids[order], *ways, distinct=False, occurrences=places)
+        route = make_route(ids[order], self.lookup.ranges, self.lookup.group, distinct=False)
         return self.lookup(route)[order.argsort()]
-
-    @property
-    def group(self) -> dict:
-        return self.rows.param_groups[0]
 
 
 ENGINES = {"torchrec": Torchrec, "handrolled": Handrolled}
-
-
-def sgd(lr: float = 1.0) -> RowOptimizer:
-    return make_optimizer("sgd", lr=lr)
 
 
 def whole(table: Torchrec | Handrolled) -> Tensor:
@@ -167,7 +153,7 @@ def test_random_sizes_and_ids_on_four_ranks(engine, cases):
 
 
 def rank_looks_around(engine: str) -> dict:
-    table = ENGINES[engine](101, sgd())
+    table = ENGINES[engine](101, make_optimizer("sgd", lr=1.0))
     stats = {"keys": list(table.model.state_dict()) if engine == "torchrec" else [WEIGHT]}
     stats["steps"] = [table.rows.steps]
     table(torch.tensor([1, 2])).sum().mul(0).backward()
@@ -207,84 +193,6 @@ def test_keys_views_and_empty_batches_work(engine, world_size):
         assert stats["range"] == (rank * block, min(101, (rank + 1) * block))
         assert torch.equal(stats["fetched"], start_values(101)[[100, 0, 51, 1]])
         assert not stats["after write"].any()
-
-
-def rank_changes_learning_rate(engine: str) -> Tensor:
-    table = ENGINES[engine](4, sgd())
-    table.group["lr"] = 0.25
-    table(torch.arange(4)).sum().backward()
-    table.step()
-    return whole(table)
-
-
-@every_engine
-def test_new_learning_rate_reaches_the_kernel(engine):
-    (rows,) = run_world(1, rank_changes_learning_rate, engine)
-    torch.testing.assert_close(rows, start_values(4) - 0.25)
-
-
-def rank_steps_after_two_batches(engine: str) -> tuple[Tensor, Tensor]:
-    """Two backwards before one step, and the same in one batch."""
-    rank = dist.get_rank()
-    apart, together = (ENGINES[engine](9, make_optimizer("adagrad", 0.5)) for _ in range(2))
-    gradients = torch.randn(5, DIM, generator=torch.Generator().manual_seed(rank))
-    batches = torch.tensor([rank, 3, 3, 3, 8 - rank])
-    for part in (slice(0, 3), slice(3, 5)):
-        apart(batches[part]).backward(gradients[part])
-    together(batches).backward(gradients)
-    apart.step()
-    together.step()
-    return whole(apart), whole(together)
-
-
-@every_engine
-def test_backward_passes_make_one_step(engine):
-    for apart, together in run_world(2, rank_steps_after_two_batches, engine):
-        assert (apart - start_values(9)).abs().max() > 0.1
-        assert torch.allclose(apart, together, atol=1e-6)
-
-
-def rank_asks_for_a_missing_entity() -> None:
-    sharded_table(5, DIM, make_optimizer("adam"))(torch.tensor([5]))
-
-
-def test_id_outside_the_table_raises():
-    with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
-        run_world(1, rank_asks_for_a_missing_entity)
-
-
-# The route of a batch's ids
-
-
-@given(st.integers(1, 50), st.data())
-def test_route_of_one_rank_is_the_ids(num_rows, data):
-    ids = sorted(data.draw(st.lists(st.integers(0, num_rows - 1))))
-    ids = torch.tensor(ids, dtype=torch.int64)
-    route = make_route(ids, rows_by_rank(num_rows, 1), None, distinct=False)
-    assert torch.equal(route.ids, ids)
-    assert route.send == route.receive == [len(ids)]
-
-
-def routes(num_rows: int, wanted: list[list[int]]) -> tuple[list[int], list[int]]:
-    """This rank's route, for the ids that each rank wants."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ids = torch.tensor(wanted[rank], dtype=torch.int64)
-    route = make_route(ids, rows_by_rank(num_rows, world_size), dist.group.WORLD, distinct=False)
-    return route.send, route.receive
-
-
-@pytest.mark.parametrize(("world_size", "num_rows"), [(2, 8), (4, 3)])
-def test_every_rank_is_sent_the_ids_of_its_rows(world_size, num_rows):
-    stream = torch.Generator().manual_seed(0)
-    wanted = [
-        sorted(torch.randint(num_rows, (7 * rank,), generator=stream).tolist())  # rank 0: nothing
-        for rank in range(world_size)
-    ]
-    results = run_world(world_size, routes, num_rows, wanted)
-    ranges = rows_by_rank(num_rows, world_size)
-    for rank, (send, receive) in enumerate(results):
-        assert send == [sum(row in rows for row in wanted[rank]) for rows in ranges]
-        assert receive == [other[0][rank] for other in results]
 
 
 # FBGEMM's kernels, which a GPU has
@@ -348,7 +256,8 @@ def in_a_thread(asynchronous: bool) -> Tensor:
     if not asynchronous:
         table.rows._thread = None
     for step in range(10):
-        table.group["lr"] = 0.1 * (step + 1)  # a step under way keeps the rate it started with
+        # A step under way keeps the rate that it started with.
+        table.rows.param_groups[0]["lr"] = 0.1 * (step + 1)
         gradients = torch.randn(3, DIM, generator=torch.Generator().manual_seed(step))
         table(torch.tensor([step, 3, dist.get_rank()])).backward(gradients)
         table.step()
@@ -384,17 +293,3 @@ def failing_step(how: str) -> str:
 @pytest.mark.parametrize("how", ["lookup", "shard"])
 def test_thread_exception_is_raised_at_next_join(how):
     assert run_world(1, failing_step, how) == ["no room"]
-
-
-def mean_of_places() -> Tensor:
-    table = Handrolled(4, sgd(0.5), counted=True)
-    rank = dist.get_rank()
-    table(torch.tensor([2] * (rank + 1))).backward(torch.ones(rank + 1, DIM))
-    table.step()
-    return whole(table)
-
-
-def test_mean_covers_occurrences_on_all_ranks():
-    for table in run_world(2, mean_of_places):
-        moved = (start_values(4) - table)[2]
-        assert torch.allclose(moved, torch.full((DIM,), 0.25))

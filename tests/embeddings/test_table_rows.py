@@ -12,16 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_table import NAMES, PRESETS, DenseTable
+from oracle_table import PRESETS, DenseTable
 from oracle_table import settings as optimizer_settings
 from training_runs import config_of, largest_difference, tiny_store
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
-from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -198,17 +196,6 @@ def test_results_do_not_depend_on_chunks(case, dim, chunk_rows, distinct):
     assert_same_bits(*tables)
 
 
-def test_row_corrections_do_not_depend_on_chunks():
-    tables = [
-        table_of("dgl", "adam", torch.zeros(3000, 1), **changes)
-        for changes in ({}, {"chunk_rows": 3})
-    ]
-    for table in tables:
-        table.states["row_step"].copy_(torch.arange(3000))
-        take_step(table, torch.arange(3000), torch.ones(3000, 1), distinct=True)
-    assert_same_bits(*tables)
-
-
 @every_preset
 def test_order_parts_and_distinct_flag_do_not_change_results(preset, name):
     """Distinct rows at once, said to be distinct or not, ascending, or in three parts."""
@@ -243,91 +230,6 @@ def test_results_do_not_depend_on_threads(preset, name):
         torch.set_num_threads(before)
     assert_same_bits(tables[0], tables[1])
     assert_same_bits(tables[1], tables[2])
-
-
-@every_preset
-def test_steps_and_states_suffice_to_resume(preset, name):
-    steps = [*batches(preset)]
-    straight = train(table_of(preset, name), steps)
-    first = train(table_of(preset, name), steps[:9])
-    resumed = table_of(preset, name, first.rows, steps=first.steps)
-    for key, state in first.states.items():
-        resumed.states[key].copy_(state)
-    assert_same_bits(train(resumed, steps[9:]), straight)
-
-
-# What stays
-
-
-@every_preset
-def test_rows_without_gradient_do_not_change(preset, name):
-    table = table_of(preset, name, values_of(20))
-    for state in table.states.values():
-        state.copy_(torch.arange(state.numel()).view_as(state) / 7)
-    states = {key: state.clone() for key, state in table.states.items()}
-    train(table, batches(preset, 10))
-    assert torch.equal(table.rows[10:], values_of(20)[10:])
-    assert not torch.equal(table.rows[:10], values_of(20)[:10])
-    for key, state in table.states.items():
-        assert torch.equal(state[10:], states[key][10:])
-
-
-@every_preset
-@pytest.mark.parametrize("rows", [0, 3])
-def test_step_without_gradients_is_only_counted(preset, name, rows):
-    table = table_of(preset, name, values_of(rows))
-    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 5), torch.empty(0).long()
-    train(table, [nothing, nothing[:2], (*nothing, True)])
-    assert table.steps == (0 if preset == "dicee" else 3)
-    assert torch.equal(table.rows, values_of(rows))
-    assert not any(state.count_nonzero() for state in table.states.values())
-
-
-def test_table_views_are_updated_in_place():
-    whole = torch.nn.Parameter(values_of(9))
-    made = TableRows(make_optimizer("sgd", lr=1.0), whole.data[3:6])
-    take_step(made, torch.tensor([1]), torch.ones(1, 5))
-    assert torch.equal(whole[4], values_of(9)[4] - 1)
-    take_step(TableRows(make_optimizer("adam", preset="dgl"), whole), torch.tensor([8]),
-              torch.ones(1, 5))  # fmt: skip
-    assert torch.allclose(whole[8], values_of(9)[8] - 0.01, atol=1e-6)
-
-
-@every_preset
-def test_current_learning_rate_is_used(preset, name):
-    table = table_of(preset, name, options={"name": name, "lr": 0.05}, lr=0.0)
-    train(table, batches(preset, steps=2))
-    assert torch.equal(table.rows, values_of())
-    table.lr = 0.5
-    train(table, batches(preset, steps=1))
-    assert not torch.equal(table.rows, values_of())
-
-
-@pytest.mark.parametrize(
-    ("preset", "steps", "expected"), [("dgl", 5000, 1.0), ("fbgemm", 5000, 3.16), ("dgl", 0, 1.0)]
-)
-def test_first_step_of_a_late_row(preset, steps, expected):
-    """In units of the learning rate; counting by rows gives a late row the step of an early one."""
-    table = table_of(preset, "adam", torch.zeros(2, 4), options={"name": "adam", "lr": 0.01})
-    train(table, [(torch.tensor([0]), torch.ones(1, 4))] * min(steps, 50))
-    table.steps = steps
-    take_step(table, torch.tensor([1]), torch.full((1, 4), 1e-3))
-    assert -table.rows[1] / 0.01 == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_of_a_shard_make_one_step(name):
-    optimizer, values = make_optimizer(**optimizer_settings(name)), values_of(13, 4)
-    shard = TableShard.of([EntityTable.of_all(13, optimizer, EntityInit())], 4, range(13))
-    shard.rows.copy_(values)
-    dense = DenseTable(values, optimizer)
-    odd, even = torch.arange(1, 13, 2), torch.arange(0, 13, 2)
-    for seed in range(3):
-        grad = torch.randn(13, 4, generator=stream(seed))
-        shard.step_rows(RowGradients(ids, grad[ids], None, True) for ids in (odd, odd[:0], even))
-        dense.step(torch.arange(13), grad)
-    assert shard.steps == 3
-    assert (shard.rows - dense.weights).abs().max() < 1e-5
 
 
 # On a GPU

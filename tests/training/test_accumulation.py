@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import config_of, fit, largest_difference, small_store
+from training_runs import config_of, fit, small_store
 from worlds import run_world
 
 from kge_torchrec.data import SIDES
@@ -18,49 +17,6 @@ from kge_torchrec.data.batches.queries import QueryBatches, TripleQueries
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
-
-FULL = {"negatives__regime": "1vsall", "train__clip__norm": 0.1, "train__clip__value": 0.01,
-        "model__scorer": "keci", "loss__relation_weight": 0.5, "loss__n3": 0.01}  # fmt: skip
-HANDROLLED = {"entities__engine": "handrolled"}
-FSDP = {"dense__wrapper": "fsdp"}
-HYBRID = {"dense__wrapper": "hybrid", "dense__options__replicas": 2}
-
-
-def changes_of(parts: int, **more) -> dict:
-    return {"train__optimizer": "adam", "train__accumulation": parts, "train__epochs": 2,
-            "train__lr": 0.02, "checkpoint__every__steps": 3, "checkpoint__every__epochs": 0,
-            **more}  # fmt: skip
-
-
-def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
-    return fit(config_of(store, folder, **changes)).parameters
-
-
-@pytest.mark.parametrize(
-    "shared, before, after",
-    [
-        ({}, (2, changes_of(3)), (1, changes_of(2))),
-        (FULL, (2, changes_of(2, **FSDP, **HANDROLLED)), (1, changes_of(1, **HANDROLLED))),
-        (FULL, (4, changes_of(2, **HYBRID, **HANDROLLED)), (2, changes_of(1, **FSDP))),
-    ],
-    ids=["sampled", "1vsall fsdp", "1vsall hybrid"],
-)
-def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, shared, before, after):
-    """With other numbers of micro-batches and ranks, another wrapper and engine."""
-    (ranks, changes), (next_ranks, next_changes) = before, after
-    run_world(ranks, rank_trains, small_store(), tmp_path, {**shared, **changes})
-    drop_newest(tmp_path / "checkpoints")
-    results = run_world(next_ranks, rank_trains, small_store(), tmp_path, shared | next_changes)
-    whole = run_world(1, rank_trains, small_store(), tmp_path / "whole", shared | changes_of(1))
-    assert largest_difference(results[0], whole[0]) < 1e-5
-
-
-def drop_newest(checkpoints: Path) -> None:
-    """Remove the last checkpoint; the one before is from the middle of an epoch."""
-    newest = max(checkpoints.glob("step-*"))
-    for file in newest.iterdir():
-        file.unlink()
-    newest.rmdir()
 
 
 def test_micro_batches_drop_different_elements():
@@ -86,7 +42,7 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
             loop.session.backend.model.register_comm_hook(None, count)
             loop._save = lambda ends=False: None
 
-        changes = changes_of(parts) | {"entities__engine": "handrolled"}
+        changes = {"train__accumulation": parts, "entities__engine": "handrolled"}
         fit(config_of(store, folder / str(parts), **changes), watch)
         results.append(len(calls))
     return results[0], results[1]

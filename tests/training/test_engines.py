@@ -1,4 +1,4 @@
-"""One engine resumes the checkpoints of the other; test_exact compares both with the oracle."""
+"""Checkpoints of one engine, wrapper and number of ranks resume in others; presets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.row_gradients import TableRows
 
-ADAM = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
+HANDROLLED = {"entities__engine": "handrolled"}
+ADAM = {**HANDROLLED, "train__optimizer": "adam", "train__lr": 0.02}
+FULL = {"negatives__regime": "1vsall", "train__clip__norm": 0.1, "train__clip__value": 0.01,
+        "model__scorer": "keci", "loss__relation_weight": 0.5, "loss__n3": 0.01}  # fmt: skip
+FSDP = {"dense__wrapper": "fsdp"}
+HYBRID = {"dense__wrapper": "hybrid", "dense__options__replicas": 2}
+OFFLOAD = {**FSDP, "dense__options__cpu_offload": True}
+
+
+def in_parts(count: int) -> dict:
+    return {"train__accumulation": count}
 
 
 def trained(world_size: int, store: Path, folder: Path, changes: dict) -> dict:
@@ -22,25 +32,36 @@ def trained(world_size: int, store: Path, folder: Path, changes: dict) -> dict:
     return first
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "lr", "first", "then", "sizes"),
-    [
-        ("rowwise_adagrad", 0.05, ("handrolled", 2), ("torchrec", 1), {}),
-        ("adam", 0.01, ("torchrec", 1), ("handrolled", 4), {}),
-        # more ranks than entities
-        ("rowwise_adam", 0.01, ("handrolled", 4), ("torchrec", 4),
-         {"entities": 3, "relations": 4, "train": 6, "held_out": 1}),
-    ],
-)  # fmt: skip
-def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, lr, first, then, sizes):
+# Optimizer and what both have; ranks and settings before, and after.
+RESUMES = {
+    "engines": ("rowwise_adagrad", {"train__lr": 0.05}, (2, {**HANDROLLED, **in_parts(3)}),
+                (1, in_parts(2))),
+    "more ranks than entities": ("rowwise_adam", {}, (4, HANDROLLED), (4, {})),
+    "1vsall": ("adam", FULL, (2, {**FSDP, **in_parts(2)}), (1, HANDROLLED)),
+    "1vsall hybrid": ("adam", FULL, (4, {**HYBRID, **HANDROLLED, **in_parts(2)}), (2, FSDP)),
+    "offload": ("adam", {"train__optimizer_options__weight_decay": 0.02}, (4, HYBRID),
+                (2, OFFLOAD)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_runs_resume_elsewhere_in_the_middle_of_an_epoch(tmp_path, name):
+    few = {"entities": 3, "relations": 4, "train": 6, "held_out": 1}
+    sizes = few if name.startswith("more ranks") else {}
     store = tiny_store(tmp_path / "store", **sizes).path
-    changes = {"train__optimizer": optimizer, "train__lr": lr, "train__batch_size": 8,
-               "train__optimizer_options__eps": 1e-3}  # fmt: skip
-    for (engine, world_size), epochs in ((first, 2), (then, 4)):
-        more = {"entities__engine": engine, "train__epochs": epochs}
-        actual = trained(world_size, store, tmp_path / "run", changes | more)
-    expected = trained(1, store, tmp_path / "whole", changes | {"train__epochs": 4})
-    assert largest_difference(actual, expected) < 1e-5
+    optimizer, shared, (ranks, before), (next_ranks, after) = RESUMES[name]
+    shared = {"train__optimizer": optimizer, "train__lr": 0.01, "train__epochs": 2,
+              "train__batch_size": 2 if sizes else 32, "checkpoint__every__steps": 2,
+              "checkpoint__every__epochs": 0, "train__optimizer_options__eps": 1e-3,
+              **shared}  # fmt: skip
+    trained(ranks, store, tmp_path / "run", shared | before)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for file in newest.iterdir():  # the one before is from the middle of an epoch
+        file.unlink()
+    newest.rmdir()
+    resumed = trained(next_ranks, store, tmp_path / "run", shared | after)
+    whole = trained(1, store, tmp_path / "whole", shared)
+    assert largest_difference(resumed, whole) < 1e-5
 
 
 def test_error_in_the_thread_ends_training(store, tmp_path, monkeypatch):

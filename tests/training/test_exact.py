@@ -223,7 +223,13 @@ ON_FOUR = ("adam", "1vsall rowwise_adagrad", "softmax", "kvssample", "1vsall rel
            "seen", "kvsall typed", "allvsall", "grad_op", "two triples a step", "1vsall few",
            "tables clipped", "1vsall tables in runs", "features by adam", "kvsall features",
            "frozen", "disk, sums")  # fmt: skip
-NAMES = {1: [name for name in RUNS if "hybrid" not in name], 2: list(RUNS), 4: list(ON_FOUR)}
+# On one rank blocks are whole and kept, and nothing is exchanged.
+ON_ONE = (*optimizer_runs(), "softmax", "margin of the hardest", "a loss of one's own", "kvssample",
+          "1vsall relations", "kvsall smoothed", "rote", "dura of heads", "1vsall ivr",
+          "in three parts", "FBGEMM in parts", "1vsall in parts", "fsdp", "weighted loss",
+          "kvsall typed", "tables clipped", "1vsall tables", "features clipped", "1vsall features",
+          "features fp16", "frozen", "disk", "disk, passes")  # fmt: skip
+NAMES = {1: list(ON_ONE), 2: list(RUNS), 4: list(ON_FOUR)}
 COUNTS = {"author": 3, "place": 11, "user": 9}
 ENDS = {"follows": ("user", "user"), "visits": ("user", "place"), "made": ("author", "place"),
         "likes": ("user", "place")}  # fmt: skip

@@ -87,13 +87,11 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
 def test_gradients_of_every_scorer_equal_autograd(case):
     """Scores are kept for every other case, and computed twice for those between."""
     kept_bytes = (0, 1 << 20)[CASES.index(case) % 2]
-    needs = SCORERS[case[0]].needs_reciprocal
-    for reciprocal in {True, needs}:
-        objective = objective_of(case, reciprocal)
-        actual, expected = gradients(objective, kept_bytes), expected_gradients(objective)
-        for name, value in expected.items():
-            scale = 1 + value.abs().max()
-            assert (actual[name] - value).abs().max() < 2e-5 * scale, name
+    objective = objective_of(case, SCORERS[case[0]].needs_reciprocal)
+    actual, expected = gradients(objective, kept_bytes), expected_gradients(objective)
+    for name, value in expected.items():
+        scale = 1 + value.abs().max()
+        assert (actual[name] - value).abs().max() < 2e-5 * scale, name
 
 
 def test_gradients_do_not_depend_on_the_block_size():
@@ -131,9 +129,8 @@ def rank_chooses(gigabytes: list[int]) -> int:
         return step_of(objective).kept_bytes
 
 
-@pytest.mark.parametrize("gigabytes", [[40], [80, 40], [80, 60, 40, 60]])
-def test_ranks_keep_what_fits_into_the_smallest_memory(gigabytes):
-    for kept in run_world(len(gigabytes), rank_chooses, gigabytes):
+def test_ranks_keep_what_fits_into_the_smallest_memory():
+    for kept in run_world(2, rank_chooses, [80, 40]):
         assert 9.9 * GB < kept <= 10 * GB
 
 
@@ -218,15 +215,13 @@ def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     assert abs(own.statistics[0].item() - expected) < 1e-9
 
 
-@pytest.mark.parametrize("regime", ["kvsall", "allvsall"])
-def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
+def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path):
     """Gradients of bce must not vanish beside Adam's epsilon because entities are many."""
-    triples = [(f"e{i}", "r", f"e{7919 * i % 20_000}") for i in range(20_000)]
+    triples = [(f"e{i}", "r", f"e{7919 * i % 5000}") for i in range(5000)]
     store = prepare({"train": triples}, tmp_path / "store").path
-    keys = {"loss__name": "bce", "model__init_scale": 1e-3, "train__optimizer": "adam"}
-    config = config_of(
-        store, tmp_path, negatives__regime=regime, train__optimizer_options__eps=1e-8, **keys
-    )
+    keys = {"loss__name": "bce", "model__init_scale": 1e-3, "train__optimizer": "adam",
+            "negatives__regime": "kvsall", "train__optimizer_options__eps": 1e-8}  # fmt: skip
+    config = config_of(store, tmp_path, **keys)
     with processes("cpu") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
         loop, rows = Trainer(session, TrainState(), None), session.backend.shard().rows
@@ -293,8 +288,7 @@ def test_joined_cells_have_the_same_terms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "regime"),
-    [("torchrec", "1vsall"), ("handrolled", "kvsall"), ("torchrec", "kvssample")],
+    ("engine", "regime"), [("handrolled", "kvsall"), ("torchrec", "kvssample")]
 )
 def test_resuming_changes_no_bit(tmp_path, regime, engine):
     store = tiny_store(tmp_path / "store").path

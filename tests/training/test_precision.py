@@ -37,7 +37,6 @@ from kge_torchrec.training.trainer import Trainer
 
 WAYS = {
     "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled"},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
     "1vsall": {"negatives__regime": "1vsall", "entities__engine": "handrolled",
                "dense__wrapper": "fsdp", "train__accumulation": 2},

@@ -126,7 +126,7 @@ def test_patience_is_a_share_of_the_training_so_far():
 
 
 def test_share_of_the_training_stops_a_run_also_after_a_resume(store, tmp_path):
-    options = {"evaluation__every": 1, "evaluation__patience": 0.4}
+    options = {"evaluation__every": 1, "evaluation__patience": 0.4, "train__batch_size": 130}
     values = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, *[0.6] * 30]
     ends = []
     for name, first in (("whole", 20), ("resumed", 8)):

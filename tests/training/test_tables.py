@@ -78,19 +78,14 @@ def rank_trains(folder: Path, changes: dict, after: int | None) -> dict:
     return fit(tables_config(folder, **changes), dies_after(after)).parameters
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "engines"),
-    [(2, 1, ("torchrec", "handrolled")), (2, 2, ("torchrec", "torchrec"))],
-)
-def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, engines):
-    first, second = ({"entities__engine": engine} for engine in engines)
-    (whole, *_) = run_world(after, rank_trains, tmp_path / "whole", second, None)
+def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path):
+    first, second = ({"entities__engine": engine} for engine in ("torchrec", "handrolled"))
+    (whole,) = run_world(1, rank_trains, tmp_path / "whole", second, None)
     with pytest.raises(WorldError, match="died with exit code -9"):
-        run_world(before, rank_trains, tmp_path / "run", first, 7)
+        run_world(2, rank_trains, tmp_path / "run", first, 7)
     assert [*(tmp_path / "run" / "checkpoints").glob("step*")]
-    (again, *_) = run_world(after, rank_trains, tmp_path / "run", second, None)
-    difference = largest_difference(again, whole)
-    assert difference == 0 if before == after else difference < 1e-5
+    (again,) = run_world(1, rank_trains, tmp_path / "run", second, None)
+    assert largest_difference(again, whole) < 1e-5
 
 
 def states(tensors_of_run: dict) -> dict:
@@ -268,12 +263,8 @@ def test_tables_that_do_not_fit_name_each_type():
         have = Ranks(ranks, ranks, "cpu", host_bytes=ranks * room)
         if fits:
             (shards,) = plan_rows(collection, sharder, tables, have).plan["entities"].values()
-            assert [shard.shard_sizes[0] for shard in shards.sharding_spec.shards] == [
-                11,
-                11,
-                11,
-                10,
-            ]
+            sizes = [shard.shard_sizes[0] for shard in shards.sharding_spec.shards]
+            assert sizes == [11, 11, 11, 10]
         else:
             with pytest.raises(PlanDoesNotFit, match=r"rank 0 gets .* \(author .*, place .*user"):
                 plan_rows(collection, sharder, tables, have)

@@ -115,7 +115,7 @@ class TorchRecBackend(EmbeddingBackend):
         kernel, cached = plan_options(config).get("kernel", FUSED), config.entities.cache_ratio
         place = f", {cached:.3g} of them cached on the GPU" if cached else ""
         rows = describe_rows(tables, processes.world_size, dim, f"kernel {kernel}{place}")
-        self.layout = f"{rows}\n{self.dense.describe()}"
+        self.layout = f"{rows}\ndense parameters: {self.dense.title}"
         self.fill_rows(config.seed)
         self.dense_optimizer = dense_optimizer(list(self.unwrapped_model.objective.parameters()))
         self.optimizer = StepBoth(kernel_of(self.model).fused_optimizer, self.dense_optimizer)

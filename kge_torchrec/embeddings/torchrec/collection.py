@@ -1,12 +1,9 @@
 """The entity table as a TorchRec EmbeddingCollection, its input, and its compute kernels.
 
-On CPUs, and where node types have tables of their own, ``CpuFusedTable`` is the kernel: FBGEMM has
-no Adam on CPUs, no table without rows, and one optimizer per table.
-
-On CUDA the table is FBGEMM's, whose optimizer runs inside the backward of a lookup.  This is
-fastest, but it rules out summing several backward passes and clipping the sum.
-``DeferredEmbedding`` keeps the gradients on this rank instead and steps once, with one more lookup
-and backward for all of them.
+``CpuFusedTable`` serves CPUs, where FBGEMM has no Adam, and tables per node type, as FBGEMM has one
+optimizer per table.  On CUDA the table is FBGEMM's, whose optimizer runs inside the backward of a
+lookup.  Where gradients of several backward passes are summed or clipped, ``DeferredEmbedding``
+keeps them on this rank and steps once, with one more lookup and backward for all of them.
 
 With entities.placement managed_caching the table lies in main memory, and FBGEMM caches rows on the
 GPU.  Rows in main memory are old until ``FbgemmShard.shard`` writes the cache back, so lookups go

@@ -6,12 +6,7 @@ kernel of a table at the end of a chain of factories; each class here overrides 
     EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
         -> GroupedEmbeddingsLookup -> the kernel, see ``collection``
 
-A single rank sends nothing: its factory returns TorchRec's distributions for that case.  Ids ascend
-in every lookup, so on CUDA the rows that arrive need no permutation.
-
-Private names of TorchRec: ``_create_embedding_kernel``, ``_grouped_embedding_configs``, ``_pg``,
-``_device`` and ``_env`` here; ``_lookups`` and ``_optim`` in ``collection``.
-tests/embeddings/test_torchrec.py says what each is used for.
+tests/embeddings/test_torchrec.py lists the private names of TorchRec and says what each is for.
 """
 
 from __future__ import annotations
