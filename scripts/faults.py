@@ -156,7 +156,6 @@ logsigmoid(-margin - negative) => logsigmoid(margin - negative)
 self.options.temperature * negative.detach() => negative.detach()
 (mask.sum(1) + answers) => mask.sum(1)
 total + (smooth - low) * positives => total + smooth * positives
-order = negative.detach().masked_fill(~mask, -torch.inf) => order = negative.detach()
 counts.clamp(min=1) => counts
 [models/over_all.py: models/test_losses.py]
 .clamp(max=label_smoothing) => .clamp(max=1.0)

@@ -67,7 +67,6 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         "train.accumulation": 3, "train.clip.norm": 0.5, "train.clip.value": 0.1,
         "train.optimizer": "rowwise_adagrad"}),
     "averaged": ("countries", 1, 8, {"train.averaging": "ema"}),
-    "hardest": ("countries", 1, 8, {"negatives.hardest": 8}),
     "in-batch": ("countries", 1, 8, {"negatives.in_batch": "same_relation",
                                      "negatives.chunk_size": 64}),
     "log-q": ("countries", 1, 8, {"negatives.in_batch": True, "negatives.log_q": True}),

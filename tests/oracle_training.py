@@ -164,10 +164,6 @@ def batch_loss(
         negative = scores(drawn)
         if config.negatives.log_q:
             negative = negative - log_expected(config, store, side, drawn)
-        if config.negatives.hardest:
-            usable = negative.detach().masked_fill(~mask, -math.inf)
-            hardest = usable.argsort(1, descending=True)[:, : config.negatives.hardest]
-            mask &= torch.zeros_like(mask).scatter(1, hardest, True)
         of_query = query_loss(config, scores(answers[:, None]), negative, mask)
         of_query = of_query + penalty(config, entities[anchors], relation, entities[answers])
         backwards = side == "head" and not inverse

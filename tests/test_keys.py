@@ -32,7 +32,6 @@ FULL = {"negatives.regime": "1vsall"}
 # key: (a value that has no effect, what it has none with, what gives it one)
 WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Facts]] = {
     "negatives.count": (9, FULL, {"negatives.regime": "kvssample"}),
-    "negatives.hardest": (9, {"negatives.count": 9}, {"negatives.count": 10}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
     "data.split.by": ("last", Facts(is_store=True), Facts(is_store=False)),
     "train.extension.freeze": ("old", Facts(extended=False), Facts(extended=True)),

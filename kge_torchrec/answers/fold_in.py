@@ -39,7 +39,7 @@ from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import DataError, KGEError
-from kge_torchrec.models.losses import build_loss, hardest
+from kge_torchrec.models.losses import build_loss
 from kge_torchrec.models.model import Objective, relation_prediction
 from kge_torchrec.models.regularizers import build_regularizers
 from kge_torchrec.models.scorers.base import Scorer
@@ -143,7 +143,7 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
 def training_of(config: Config) -> dict[str, Any]:
     """Return what an export keeps of the config, so that entities can be folded in."""
     negatives = config.negatives
-    names = ["regime", "sides", "hardest", *([] if negatives.is_full else ["count", "head_count"])]
+    names = ["regime", "sides", *([] if negatives.is_full else ["count", "head_count"])]
     kept = {name: getattr(negatives, name) for name in names}
     return {"loss": asdict(config.loss), "negatives": kept}
 
@@ -180,7 +180,7 @@ def solved(model: TrainedModel, config: Config, facts: Facts) -> Tensor:
     sides = tuple(side for side in SIDES if negatives.sides in ("both", side))
     objective = Objective(
         scorer, build_loss(config.loss), sides, build_regularizers(config.loss),
-        config.loss.relation_weight or 0.0, hardest=negatives.hardest,
+        config.loss.relation_weight or 0.0,
     )  # fmt: skip
     types = None if model.ends is None else _possible_types(model.ends, facts)
     drawn = torch.from_numpy(_drawn(model, types, CANDIDATES)[0])
@@ -285,10 +285,7 @@ def _loss_of(objective: Objective, facts: _Queries, config: Config, asks: bool) 
             each = tree_map_only(Tensor, lambda part: part.index_select(1, query), encoded)
         positive = scorer.pairs(each, answer[None])[0]
         negative = scorer.matrix(encoded, facts.candidates[None], exact=False)[0] + facts.shift
-        kept = (negative, mask)
-        if objective.hardest:
-            kept = hardest(negative, mask, objective.hardest)
-        total = (objective.loss(positive, query, *kept) * weight).sum()
+        total = (objective.loss(positive, query, negative, mask) * weight).sum()
         total = total + objective.regularizers.of_entities(scorer, row) * len(relation)
         triples = anchor[None], facts.relation[None], answer[None], facts.side
         total = total + objective.regularizers.of_triples(scorer, *triples).sum()

@@ -150,17 +150,9 @@ _SAMPLED = only_with("negatives.regime", "sampled")
 _DRAWN = only_with("negatives.regime", "sampled", "kvssample")
 
 
-def _keeps_fewer(config: Any, _: Any) -> bool | None:
-    negatives = config.negatives
-    if negatives.count is None or negatives.in_batch:
-        return None
-    return negatives.hardest < max(negatives.drawn("head"), negatives.drawn("tail"))
-
-
 _IN_BATCH = Check(
     "false, true or same_relation", lambda value: value in (False, True, "same_relation")
 )
-_KEEPS_FEWER = Condition("negatives.count above negatives.hardest", _keeps_fewer)
 
 
 @dataclass(frozen=True)
@@ -181,8 +173,6 @@ class NegativesConfig(Section, prefix="negatives."):
     in_batch: Annotated[bool | str, _IN_BATCH] = key(False, acts=_SAMPLED)
     """Use the answers of a chunk's other triples as candidates too: true; same_relation (only of
     triples with the same relation, as TwHIN does); false."""
-    hardest: NonNegativeInt = key(0, acts=(_SAMPLED, _KEEPS_FEWER))
-    """Keep only this many candidates of each query, those with the highest scores; 0: all."""
     log_q: bool = key(False, acts=_SAMPLED)
     """Correct scores for how often a candidate is drawn, so that the softmax estimates the one over
     all entities."""

@@ -85,9 +85,6 @@ def _contradictions(c: Config) -> list[tuple[Any, str]]:
         (negatives.in_batch == "same_relation" and negatives.log_q,
          "negatives.log_q: with negatives.in_batch same_relation it depends on the relation how "
          "often a candidate is drawn; set one of them to false"),
-        (negatives.hardest and negatives.log_q,
-         "negatives.log_q estimates the softmax over all entities from all that are drawn; with "
-         "negatives.hardest only some of them count"),
         (negatives.is_full and among == "types" and share != 1,
          f"negatives.among_share: negatives.regime {regime} takes all entities of the types; "
          "set it to 1"),

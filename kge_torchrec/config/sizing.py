@@ -112,10 +112,8 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
     if is_linear and is_softmax and single:
         relation_weight = min(0.5, graph.relations / 100)
 
-    # Candidates: a power of two, no more than hold all entities once. The hardest of them are a
-    # choice only if there are more than negatives.hardest.
+    # Candidates: a power of two, no more than hold all entities once.
     count = min(_CANDIDATES[config.size], max(256, _power_above(graph.entities)))
-    count = max(count, _power_above(negatives.hardest + 1))
     by_type = negatives.is_full and loss.allows_typed_candidates
     if negatives.regime == "sampled":
         by_type = negatives.sampling == "uniform" and not negatives.log_q

@@ -104,13 +104,13 @@ class TrainConfig(Section, prefix="train."):
     """Options of the optimizer, such as {beta1: 0.8} of adam; `kge-torchrec list table_optimizer`
     lists them."""
     schedule: Annotated[str, part_name("schedule")] = "constant"
-    """Schedule of the learning rate: constant, linear (to 0), cosine (to 0, also in cycles),
-    exponential, plateau, or package.module:Class."""
+    """Schedule of the learning rate: constant, linear (to 0), cosine (to 0), exponential, plateau,
+    or package.module:Class."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0."""
     schedule_options: dict[str, Any] = key(dict, part=Part("schedule", "schedule"))
-    """Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and
-    threshold (plateau); `kge-torchrec list schedule` lists them."""
+    """Options of the schedule: decay (exponential, plateau), patience and threshold (plateau);
+    `kge-torchrec list schedule` lists them."""
     averaging: Literal["none", "ema"] = key("none", resume=fixed())
     """Average of the weights that is validated, ranked and exported: none or ema (exponential
     moving average)."""

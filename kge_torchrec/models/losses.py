@@ -87,18 +87,6 @@ def mean_over_answers(
     return of_answers(losses, query, len(negative)) / counts.clamp(min=1)
 
 
-def hardest(negative: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Keep the highest-scoring candidates of each query: (Q, K) scores and mask -> (Q, count).
-
-    Masked candidates are kept only if a query has fewer than ``count`` negatives.
-    """
-    if count >= negative.shape[1]:
-        return negative, mask
-    order = negative.detach().masked_fill(~mask, -torch.inf)
-    places = order.topk(count, sorted=False).indices
-    return negative.gather(1, places), mask.gather(1, places)
-
-
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Average over the unmasked candidates, 0 if there are none: (Q, K) -> (Q,)."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)

@@ -23,7 +23,7 @@ from kge_torchrec.data import ENTITY
 from kge_torchrec.kernels.operators import unequal
 from kge_torchrec.kernels.side_rows import Gather, SideRows, read_rows, summed_weights
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.losses import Loss, hardest
+from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout
@@ -65,8 +65,6 @@ class Objective(nn.Module):
         relation_weight: Weight of the relation-prediction loss.
         precision: dtype of autocast for scores. Losses and regularizers are float32.
         entity_dropout: Dropout probability for entity rows. Penalties use rows without dropout.
-        hardest: Keep only this many candidates of each query, those with the highest scores; 0:
-            all.
     """
 
     def __init__(
@@ -78,13 +76,11 @@ class Objective(nn.Module):
         relation_weight: float = 0.0,
         precision: torch.dtype = torch.float32,
         entity_dropout: float = 0.0,
-        hardest: int = 0,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.regularizers = regularizers or Regularizers()
         self.relation_weight, self.precision = relation_weight, precision
-        self.hardest = hardest
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
 
     def nothing(self, rows: Tensor) -> Tensor:
@@ -208,8 +204,6 @@ class TripleObjective(Objective):
         if log_expected is not None:
             negative = negative - log_expected[:, None]
         negative, mask = negative.flatten(0, 1), mask.flatten(0, 1)  # (Q, K), Q = C b
-        if self.hardest:
-            negative, mask = hardest(negative, mask, self.hardest)
         loss = self.loss(positive.flatten(), None, negative, mask).view_as(weight)
         if self.relation_weight:
             with self.autocast(weight.device):

@@ -124,7 +124,6 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         config.loss.relation_weight,
         _DTYPES.get(config.train.precision, torch.float32),
         config.model.dropout.entity,
-        negatives.hardest,
     )
 
 

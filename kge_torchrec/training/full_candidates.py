@@ -89,11 +89,6 @@ class FullCandidates(Step):
         # The gradients of all n rows, in blocks (m, D) of consecutive rows.
         self._row_gradients: list[Tensor] = []
 
-    @property
-    def joins_cells(self) -> bool:
-        """Whether the terms of queries are computed without cells, which random streams need."""
-        return self.device.type == "cuda" and not self.draws  # a GPU prefers few large operations
-
     def forward_backward(self, batches: Iterator[QueryBatch]) -> Tensor:
         shard = self.backend.shard()
         scale = 1.0 if self.scale is None else self.scale.value
@@ -338,16 +333,16 @@ class QueryPass:
         return grad
 
     def _terms_of_own_queries(self) -> Tensor:
-        """Return the loss terms per query for this rank's share of the queries, cell by cell.
+        """Return the loss terms per query for this rank's share of the queries.
 
         These are penalties on relations and on whole triples, and relation prediction.
         """
         objective, total = self.objective, self.gathered.rows.new_zeros(())
         regularizers, scorer = objective.regularizers, self.scorer
         for number, shard in enumerate(self.query_shards):
-            count, size, side = len(shard.relation), CELL, shard.side
-            if self.step.joins_cells:
-                size = max(1, -(-count // self.world))
+            count, side = len(shard.relation), shard.side
+            # Only what is drawn needs cells; few large operations are faster.
+            size = CELL if self.step.draws else max(1, -(-count // self.world))
             anchors, answers = self.gathered.anchors[number], self.gathered.answers[number]
             for start in range(self.rank * size, count, self.world * size):
                 cell = slice(start, start + size)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from kge_torchrec.config.checks import Check, NonNegativeFloat, NonNegativeInt, PositiveInt
+from kge_torchrec.config.checks import Check, NonNegativeFloat, NonNegativeInt
 from kge_torchrec.config.keys import key, only_without
 from kge_torchrec.config.registry import construct
 from kge_torchrec.config.training import TrainConfig
@@ -83,24 +83,10 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """A rate that falls to 0 along half a cosine, once or several times.
-
-    With ``cycles`` above 1 these are the warm restarts of SGDR (Loshchilov and Hutter 2017).
-    """
-
-    @dataclass(frozen=True)
-    class Options:
-        """Settings of the schedule."""
-
-        cycles: PositiveInt = 1
-        """Number of times that the rate falls, in equal parts of the training; it is 1 again after
-        each."""
+    """A rate that falls to 0 along half a cosine (Loshchilov and Hutter 2017)."""
 
     def after_warmup(self, done: float, epoch: int, plateaus: int) -> float:
-        fallen = min(1.0, done) * self.options.cycles
-        # A rounding error must not move a restart to the next step; the last cycle ends at 0.
-        ended = min(math.floor(fallen + 1e-9), self.options.cycles - 1)
-        return 0.5 * (1 + math.cos(math.pi * max(0.0, fallen - ended)))
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 class Exponential(Schedule):

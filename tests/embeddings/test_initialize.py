@@ -11,12 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import run_world
-from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows, zeros_on_huge_pages
-from kge_torchrec.embeddings.optimizers import make_optimizer
 
 DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
@@ -98,18 +95,6 @@ def test_initial_values_have_the_expected_spread(distribution, deviation, bound)
 
 def test_16_bit_tables_get_rounded_float32_values():
     assert torch.equal(filled(3, 50, dtype=torch.bfloat16), filled(3, 50).bfloat16())
-
-
-def rank_initializes() -> torch.Tensor:
-    model = sharded_table(11, 4, make_optimizer("adam"))
-    fill_rows(own_rows(model).shard(), 5, EntityInit())
-    return own_rows(model).shard().rows.clone()
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_initial_values_do_not_depend_on_world_size(world_size):
-    rows = torch.cat(run_world(world_size, rank_initializes))
-    assert torch.equal(rows, filled(0, 11, dim=4, seed=5))
 
 
 # Memory

@@ -22,7 +22,7 @@ from torch.nn.functional import (
 
 from kge_torchrec.config import ConfigError, LossConfig
 from kge_torchrec.kernels import operators
-from kge_torchrec.models.losses import build_loss, hardest
+from kge_torchrec.models.losses import build_loss
 from kge_torchrec.models.over_all import BlockAnswers
 
 CONFIGS = [
@@ -146,14 +146,6 @@ def test_extreme_scores_stay_finite(config, dtype):
         result.sum().backward()
         assert result.isfinite().all() and (result >= -1e5 * torch.finfo(dtype).eps).all()
         assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
-
-
-def test_hardest_candidates_are_negatives_where_there_are_enough():
-    negative = torch.tensor([[9.0, 1.0, 3.0, 2.0], [9.0, 8.0, 7.0, 1.0]])
-    mask = torch.tensor([[False, True, True, True], [False, False, False, True]])
-    scores, kept = hardest(negative, mask, 2)
-    assert kept[0].all() and sorted(scores[0].tolist()) == [2, 3]
-    assert kept[1].sum() == 1 and scores[1][kept[1]] == 1
 
 
 # All entities

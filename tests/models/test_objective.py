@@ -193,14 +193,14 @@ def test_subclass_is_scored_by_its_own_comparison(triples):
     [(False, ("tail",), (1, 40, 7)), (True, SIDES, (1, 40, 7)), (False, SIDES, (3, 35, 5))],
 )
 def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
-    """Loss and gradients, with known facts, corrected scores, the hardest candidates, penalties."""
+    """Loss and gradients, with known facts, corrected scores and penalties."""
     model = made(scorer, reciprocal)
     batch = batch_of(*shape, sides=sides, known=True)
     batch.weight[:, -3:] = 0  # as of padding
     batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
     penalties = Regularizers(0.1, [L2(0.2)])
-    objective = TripleObjective(model, SoftmaxLoss(), sides, penalties, hardest=4)
+    objective = TripleObjective(model, SoftmaxLoss(), sides, penalties)
     results = []
     for takes in (True, False):
         if not takes:

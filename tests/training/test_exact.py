@@ -100,9 +100,8 @@ RUNS = {
                                 "negatives__head_count": 5, "train__warmup_steps": 3}),
     "bce of tails": ("plain", {"loss__name": "bce", "loss__options__reduction": "mean", **ONE,
                                "train__lr": 0.2, "negatives__sides": "tail"}),
-    "margin of the hardest": ("plain", {"loss__name": "margin", "negatives__hardest": 3,
-                                        "loss__options__margin": 2.0,
-                                        "negatives__filtered": True}),
+    "margin": ("plain", {"loss__name": "margin", "loss__options__margin": 2.0,
+                         "negatives__filtered": True}),
     "self_adversarial": ("plain", {"loss__name": "self_adversarial", "negatives__chunk_size": 1,
                                    "loss__options": {"margin": 2.0, "temperature": 0.6}}),
     "log_q by degree": ("plain", {"negatives__log_q": True, "negatives__sampling": "degree",
@@ -224,7 +223,7 @@ ON_FOUR = ("adam", "1vsall rowwise_adagrad", "softmax", "kvssample", "1vsall rel
            "tables clipped", "1vsall tables in runs", "features by adam", "kvsall features",
            "frozen", "disk, sums")  # fmt: skip
 # On one rank blocks are whole and kept, and nothing is exchanged.
-ON_ONE = (*optimizer_runs(), "softmax", "margin of the hardest", "a loss of one's own", "kvssample",
+ON_ONE = (*optimizer_runs(), "softmax", "margin", "a loss of one's own", "kvssample",
           "1vsall relations", "kvsall smoothed", "rote", "dura of heads", "1vsall ivr",
           "in three parts", "FBGEMM in parts", "1vsall in parts", "fsdp", "weighted loss",
           "kvsall typed", "tables clipped", "1vsall tables", "features clipped", "1vsall features",

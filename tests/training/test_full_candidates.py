@@ -247,11 +247,6 @@ def rank_trains_in_small_cells(configs) -> list[dict]:
     return [fit(config, without_checkpoints).parameters for config in configs]
 
 
-def rank_trains_in_joined_cells(configs) -> list[dict]:
-    with patch.object(FullCandidates, "joins_cells", True):
-        return rank_trains_in_small_cells(configs)
-
-
 def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
     store = tiny_store(tmp_path / "store", train=70).path
     shared = {"train__optimizer": "sgd", "train__lr": 0.5, "train__epochs": 1}
@@ -263,28 +258,6 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
     for result in run_world(2, rank_trains_in_small_cells, configs):
         for name, single, together in zip(DROPPING, one, result, strict=True):
             assert largest_difference(single, together) < 1e-5, name
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_cells_are_joined_on_a_gpu_unless_something_is_drawn(kind, share):
-    objective = objective_of(CASES[0], True, hidden_dropout=share)
-    step = step_of(objective)
-    step.device = torch.device(kind)
-    assert step.joins_cells == (kind == "cuda" and not share)
-
-
-def test_joined_cells_have_the_same_terms(tmp_path):
-    """A GPU computes penalties and relation losses of its queries at once, without cells."""
-    store = tiny_store(tmp_path / "store", train=70).path
-    shared = {"negatives__regime": "1vsall", "model__scorer": "complex", "train__epochs": 1,
-              "train__optimizer": "sgd", "train__lr": 0.5}  # fmt: skip
-    terms = {"loss__n3": 0.1, "loss__relation_weight": 0.5}
-    configs = [config_of(store, tmp_path / "run", **shared, **terms)]
-    (one,) = run_world(1, rank_trains_in_small_cells, configs)
-    for ranks in (1, 2):
-        for result in run_world(ranks, rank_trains_in_joined_cells, configs):
-            assert largest_difference(one[0], result[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, DeferredEmbedding, kernel_of
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
-from kge_torchrec.training.trainer import Trainer
 
 
 def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
@@ -37,7 +36,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
     ShardedEmbeddingCollection.input_dist = watched_distribute
     torch.Tensor.backward = watched_backward
     try:
-        session = fit(config_of(store, run, train__epochs=1, train__pipeline="sparse_dist"))
+        session = fit(config_of(store, run, train__epochs=1))  # several ranks take it by default
     finally:
         ShardedEmbeddingCollection.input_dist, torch.Tensor.backward = distribute, backward
     modules = session.backend.model.modules()
@@ -72,43 +71,6 @@ def test_one_rank_is_not_pipelined(store, tmp_path, changes, kernel):
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
     assert not table.is_pipelined and type(kernel_of(results[1].backend.model)) is kernel
     assert largest_difference(results[0].parameters, results[1].parameters) == 0
-
-
-def rank_is_pipelined(store: Path, run: Path) -> bool:
-    session = fit(config_of(store, run, train__epochs=1))
-    (table,) = (m for m in session.backend.model.modules()
-                if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
-    return table.is_pipelined
-
-
-def test_several_ranks_use_the_pipeline_by_default(store, tmp_path):
-    assert run_world(2, rank_is_pipelined, store, tmp_path) == [True] * 2
-
-
-def count_weights(loop: Trainer, weights: list) -> None:
-    """Remembers the sum of the weights of every batch that is trained."""
-    loop.session.backend.model.register_forward_pre_hook(
-        lambda module, inputs: weights.append(float(inputs[0].weight.sum()))
-    )
-
-
-def rank_counts(store: Path, run: Path) -> tuple[list[float], int, int]:
-    weights: list[float] = []
-    progress = []
-
-    def watch(loop: Trainer) -> None:
-        count_weights(loop, weights)
-        progress.append(loop.progress)
-
-    fit(config_of(store, run, train__pipeline="sparse_dist", train__epochs=3), watch)
-    return weights, progress[0].global_step, progress[0].triples
-
-
-def test_every_batch_is_trained_once(store, tmp_path):
-    (result, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path)
-    assert steps == 15 and triples == 3 * 130
-    together = [one + two for one, two in zip(result, other, strict=True)]
-    assert together == pytest.approx([2.0] * 15)  # world size times one, for each global batch
 
 
 def test_validation_changes_nothing(store, tmp_path):

@@ -39,19 +39,6 @@ def test_rates_follow_their_formula(changes, expected):
     assert factors(len(expected), **changes) == pytest.approx(expected)
 
 
-def test_cosine_restarts_in_equal_cycles():
-    for cycles in (2, 4, 5):
-        length = 20 // cycles
-        expected = [(1 + math.cos(math.pi * (i % length) / length)) / 2 for i in range(20)]
-        options = {"cycles": cycles}
-        rates = factors(22, schedule="cosine", schedule_options=options)
-        assert rates == pytest.approx([*expected, 0, 0])
-    rates = Schedule.of(
-        TrainConfig(epochs=100, schedule="cosine", schedule_options={"cycles": 100}), 1
-    )
-    assert all(rates.factor(step) == 1 for step in range(100))  # in spite of rounding
-
-
 def test_each_plateau_lowers_the_rate():
     options = {"decay": 0.5}
     schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", schedule_options=options), 5)

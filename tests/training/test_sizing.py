@@ -94,7 +94,6 @@ def test_defaults_depend_on_the_graph(graph, keys, expected):
         ({"loss.regularizers": {"n3": 0.2}}, {"loss.n3": 0.0, "loss.relation_weight": 0.25}),
         ({"loss.regularizers": {"ivr": {"lambda1": 0.2}}}, {"loss.n3": 0.0}),
         ({"negatives.regime": "kvsall"}, {"loss.relation_weight": 0.0}),
-        ({"negatives.hardest": 300}, {"negatives.count": 512}),
         ({"model.biases": True}, {"model.dim": 260}),
         ({"size": "small"}, {"model.dim": 64, "train.epochs": 50}),
     ],

@@ -269,7 +269,6 @@ GIVEN = {
     "default is rules": {"default": "rules"},
     "model.scorer is given": {"model.scorer": "distmult"},
     "loss.regularizers is given": {"loss.regularizers.l2": 0.1},
-    "negatives.hardest is given": {"negatives.hardest": 4},
     "train.epochs is given": {"train.epochs": 3},
     "evaluation.every is 0": {"evaluation.every": 0},
     "data.weights is loss": {"data.weights": "loss"},
