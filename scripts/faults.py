@@ -109,7 +109,7 @@ parts = range(first_step * count, => parts = range(first_step, @@ data/test_batc
 kept += block[place] >= size => kept += block[place] > size
 # training
 [training/schedules.py: training/test_schedule.py]
-math.floor(fallen + 1e-9) => math.ceil(fallen - 1e-9)
+0.5 * (1 + math.cos(math.pi * min(1.0, done))) => math.cos(math.pi / 2 * min(1.0, done))
 return (step + 1) / self.warmup_steps => return step / self.warmup_steps
 done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps) => done = step / max(1, self.total_steps)
 return self.options.decay**epoch => return self.options.decay ** (epoch + 1)

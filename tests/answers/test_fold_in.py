@@ -94,7 +94,7 @@ MODELS = [
         "loss__options": {"answers": "sum"},
     },
     {"model__scorer": "distmult", "negatives__regime": "1vsall", "loss__name": "bce"},
-    {"model__reciprocal": False, "negatives__sides": "tail", "negatives__hardest": 3},
+    {"model__reciprocal": False, "negatives__sides": "tail"},
     {"model__scorer": "conve", "model__dim": 16, "model__reciprocal": True},
     {"model__scorer": "complex", "loss__relation_weight": 0.5, "loss__n3": 0.1},
 ]

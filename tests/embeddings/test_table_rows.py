@@ -10,6 +10,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_table import PRESETS, DenseTable
@@ -18,8 +23,13 @@ from training_runs import config_of, largest_difference, tiny_store
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import make_optimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients, TableRows
+from kge_torchrec.embeddings.shard import EntityTable
+from kge_torchrec.embeddings.torchrec.collection import FbgemmRows
+from kge_torchrec.embeddings.torchrec.sharder import fused_params
+from kge_torchrec.kernels.rows import update_rows
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -172,6 +182,50 @@ def test_dicee_bfloat16_moments_match_bitwise():
     assert torch.equal(table.states["momentum1"].float(), torch.from_numpy(m))
     assert torch.equal(table.states["exp_avg_sq"].float(), torch.from_numpy(v))
     torch.testing.assert_close(table.rows.double(), torch.from_numpy(weights), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "sgd"])
+def test_update_equals_the_cpu_operator_of_fbgemm(name):
+    changes = {"weight_decay": 0.1} if name == "rowwise_adagrad" else {}
+    optimizer = make_optimizer(**optimizer_settings(name, **changes))
+    random = stream(1)
+    values = torch.randn(50, 8, generator=random)
+    ours = TableRows(optimizer, values.clone())
+    params = fused_params([EntityTable.of_all(50, optimizer, EntityInit())])
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        pooling_mode=PoolingMode.NONE,
+        **{key: value for key, value in params.items() if key != "kge_torchrec"},
+    )
+    theirs.split_embedding_weights()[0].copy_(values)
+    for _ in range(10):
+        ids, grad = torch.randint(0, 50, (60,), generator=random), torch.randn(60, 8)
+        ours.count(True)
+        ours.step_part(RowGradients(ids, grad))
+        theirs(ids, torch.arange(61)).backward(grad)  # FBGEMM steps in backward
+    close = {"rtol": 1e-6, "atol": 2e-6}
+    torch.testing.assert_close(ours.rows, theirs.split_embedding_weights()[0], **close)
+    states = zip(ours.states.values(), FbgemmRows(theirs).states.values(), strict=True)
+    for our_state, their_state in states:
+        torch.testing.assert_close(our_state, their_state, **close)
+
+
+def test_adam_late_in_training_needs_no_bias_correction():
+    rows, first, second = torch.zeros(3, 1, 4).unbind(0)
+    options = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    where = torch.tensor([0]), torch.ones(1, 4), rows, first, second
+    update_rows("adam", options, 0.1, 5_000_000, *where)
+    # m = 0.1, v = 0.001, both corrections 1
+    expected = torch.full((1, 4), -0.1 * 0.1 / 0.001**0.5)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("rows", [[0, 5], [-1, 2], [4, 0, 5], [3, -1, 3]])
+def test_rows_outside_the_table_are_rejected(rows):
+    weights, rows = torch.zeros(5, 4), torch.tensor(rows)
+    with pytest.raises(IndexError, match="of a table of 5"):
+        update_rows("sgd", {}, 0.1, 1, rows, torch.ones(len(rows), 4), weights)
+    assert not weights.any()
 
 
 # What must not matter

@@ -435,6 +435,24 @@ def test_gradients_of_large_scores_keep_their_digits():
     torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    "threads, work, blocks, started",
+    [(2, 1, 9, []), (2, 1 << 20, 1, []), (2, 1 << 20, 9, [2]), (1, 1 << 30, 9, [])],
+)
+def test_only_large_blocks_start_threads(monkeypatch, threads, work, blocks, started):
+    kernel = parallel.BlockKernel.__new__(parallel.BlockKernel)
+    results, before = [], torch.get_num_threads()
+    kernel._block, kernel._run = 1, lambda share, *_: results.append(share)
+    monkeypatch.setattr(parallel, "_address_of_share", lambda: 7)
+    monkeypatch.setattr(parallel.numba, "set_num_threads", results.append)
+    try:
+        torch.set_num_threads(threads)
+        kernel(blocks, work)
+    finally:
+        torch.set_num_threads(before)
+    assert results == [*started, 7 if started else 0]
+
+
 @every_kind
 def test_score_of_a_pair_does_not_depend_on_its_position(kind):
     """Nor on whether its row is copied."""
