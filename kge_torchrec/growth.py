@@ -81,9 +81,7 @@ def extend(
         callbacks: Callbacks of the training.
 
     Raises:
-        DataError: The new triples cannot be used.
-        ConfigError: An option is invalid.
-        CheckpointError: The checkpoint cannot be extended.
+        DataError, ConfigError, CheckpointError: Triples, an option or the checkpoint is unusable.
         Exception: All errors of ``train``.
     """
     if delete is not None and new_triples is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, TrainConfig
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import BatchPlan, Delivery
@@ -165,25 +165,14 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
             "data.types, columns head_type and tail_type, or a description of a typed graph"
         )
     for name in chosen:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"entities.tables.{name}: {store.path} has no entities of this type; its types "
-                f"are {', '.join(sorted(known))}{hint}"
-            )
-    tables: list[EntityTable] = []
-    for name, ids in runs:
+        one_of(f"entities.tables: a type of {store.path}", name, sorted(known))
+
+    def table(name: str, ids: range) -> EntityTable:
         own = config.entities.table_of(name, config.train, config.model)
-        tables.append(
-            EntityTable(
-                ids,
-                make_optimizer(own.optimizer, own.lr, **vars(own.optimizer_options)),
-                EntityInit(own.init, own.init_scale, zero_columns),
-                name,
-            )
-        )
-    return tables
+        optimizer = make_optimizer(own.optimizer, own.lr, **vars(own.optimizer_options))
+        return EntityTable(ids, optimizer, EntityInit(own.init, own.init_scale, zero_columns), name)
+
+    return [table(name, ids) for name, ids in runs]
 
 
 def table_optimizer(train: TrainConfig, preset: str = "fbgemm") -> RowOptimizer:

@@ -26,14 +26,10 @@ _CHUNK_ROWS = 1 << 16  # rows that are exchanged at a time, which need memory fo
 
 
 class Averaging:
-    """The average of a run, of no weights as long as ``count`` is 0.
+    """The average of ``count`` weights, one ``every_steps``; 0: one per epoch, None: none.
 
     The first averages would be mostly the first weights.  So the decay grows from 2 / 11 to the
     configured one, as in TensorFlow's ExponentialMovingAverage: (1 + n) / (10 + n) for n weights.
-
-    Attributes:
-        count: Number of weights in the average.
-        every_steps: Steps between weights that come in; 0: they come in after epochs; None: never.
     """
 
     def __init__(self, train: TrainConfig, backend: EmbeddingBackend):

@@ -1,10 +1,8 @@
 """The checkpoints of a run: folders that are complete or absent; the last k and the best are kept.
 
-Each rank writes its rows into a file of a hidden folder (``checkpoint_files``).  Once all ranks
-have, rank 0 writes the manifest and renames the folder, so a crash or a full disk does not affect
-earlier checkpoints.  Training waits, or continues while a thread writes a copy of the rows.
-
-Rank 0 lists the folder for all ranks, because hosts may see different listings of a network disk.
+Each rank writes its rows into a file of a hidden folder, and rank 0 then the manifest, and renames
+the folder, so a crash or a full disk does not affect earlier checkpoints.  Rank 0 lists the folder
+for all ranks, because hosts may see different listings of a network disk.
 """
 
 from __future__ import annotations

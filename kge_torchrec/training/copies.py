@@ -330,12 +330,12 @@ def _bring_checkpoints(remote: RemoteFolder, folder: Path, newest: str) -> None:
             return False
         return True
 
-    if not brings(newest):
-        newest = next((x for x in remote.checkpoints() if x != newest and brings(x)), "")
-    if not newest:
+    names = dict.fromkeys([newest, *remote.checkpoints()])
+    found = next((name for name in names if brings(name)), None)
+    if found is None:
         raise CopyError(f"{remote.url} has no checkpoint that is whole")
-    best = Checkpoint.open(folder / "checkpoints" / newest).progress.best_checkpoint
-    if best not in (None, newest):
+    best = Checkpoint.open(folder / "checkpoints" / found).progress.best_checkpoint
+    if best not in (None, found):
         brings(best)
 
 

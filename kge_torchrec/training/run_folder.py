@@ -1,21 +1,6 @@
-"""The folder of a run: its files, and a lock against a second training process.
+"""The folder of a run, and a lock against a second training process.
 
-Files:
-    config.yaml      every setting of the run
-    race/            the settings in a race of defaults that is not over
-    race.json        the settings and results of the race that chose this run's config
-    plan.txt         the rows and bytes of the entity table on each rank
-    store/           the prepared triples, unless the config names a store
-    metrics.jsonl    one object per step interval, epoch and validation
-    tensorboard/     the same metrics for TensorBoard
-    trackers.json    run id of Weights & Biases, if it is used
-    checkpoints/     see kge_torchrec.training.checkpoints
-    results.json     final results
-    stopped.json     the checkpoint from which a run resumes that a signal stopped
-    extended.json    for an extended run: the old run and its checkpoint
-    frozen.npy       entities that no step changes, with model.init_options.frozen
-    copy.json        with checkpoint.options.copy_to: see kge_torchrec.training.copies
-    .lock            the process that is training in the folder
+docs/reference/verbs.md lists its files.  Only rank 0 writes them.
 """
 
 from __future__ import annotations
@@ -25,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import time
@@ -52,14 +36,9 @@ FILES = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "
 
 
 class RunFolder:
-    """Paths and files of one run.  Only rank 0 writes.
+    """Paths and files of one run."""
 
-    Attributes:
-        given: Keys that every run is read with, such as {"threads": 2}. Only the command line sets
-            it.
-    """
-
-    given: ClassVar[dict[str, Any]] = {}
+    given: ClassVar[dict[str, Any]] = {}  # keys that every run is read with, of the command line
 
     def __init__(self, path: str | Path):
         check_no_url(path)
@@ -144,10 +123,8 @@ class RunFolder:
     @property
     def last_written(self) -> str | None:
         """Name of the newest checkpoint that the run has written, according to its metrics."""
-        if not self.metrics.is_file():
-            return None
-        lines = self.metrics.read_text("utf-8")
-        return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
+        lines = (line for line in self.load_metrics() if line["kind"] == "checkpoint")
+        return max((line["name"] for line in lines), default=None)
 
     def create(self, config: Config) -> None:
         """Make the folder and write the config; raise ConfigError if it is not free."""

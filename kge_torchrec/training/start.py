@@ -94,11 +94,9 @@ class RowMap:
 
     @classmethod
     def of_base(cls, model: ModelConfig, store: TripleStore, base: GraphSize) -> RowMap:
-        """Return the map from an extended store, whose old labels keep their ids, to its base."""
-        rows, new = np.arange(store.num_rows), store.num_entities - base.entities
-        rows[store.num_entities :] -= new  # features follow the entities
+        """Return a map with -1 for the rows that an extended store has and its base has not."""
+        rows, relations = np.arange(store.num_rows), np.arange(store.num_relations)
         rows[base.entities : store.num_entities] = rows[store.num_entities + base.features :] = -1
-        relations = np.arange(store.num_relations)
         relations[base.relations :] = -1
         return cls(model, rows, relations, base.relations)
 

@@ -103,7 +103,10 @@ class MetricsLog:
     """
 
     def __init__(self, folder: RunFolder, config: Config | None = None, resumed_at: int = 0):
-        _drop_after(folder.metrics, resumed_at)
+        if folder.metrics.is_file():  # results are written again as well
+            lines = folder.load_metrics()
+            kept = [x for x in lines if x["step"] <= resumed_at and x["kind"] != "test"]
+            files.write_text(folder.metrics, "".join(f"{json.dumps(x)}\n" for x in kept))
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._trackers: list[TensorBoard | WandB] = []
         chosen = Trackers(False) if config is None else config.run.trackers
@@ -129,22 +132,6 @@ class MetricsLog:
             self._file.close()
         for tracker in self._trackers:
             tracker.close()
-
-
-def _drop_after(file: Path, step: int) -> None:
-    """Drop the lines that a resumed run writes again, and a line that a kill cut short."""
-    if not file.is_file():
-        return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            values = json.loads(line)
-            again = values["step"] > step or values["kind"] == "test"
-        except (ValueError, KeyError):
-            continue
-        if not again:
-            kept.append(line)
-    files.write_text(file, "".join(f"{line}\n" for line in kept))
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

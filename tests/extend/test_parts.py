@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from extended import BERNOULLI, JSON_LINES, LP, MIXED, SQUARED, part
+from extended import BERNOULLI, JSON_LINES, LP, SQUARED
 from scorer_cases import SCORERS
 from training_runs import config_of, random_triples
 
@@ -21,7 +20,6 @@ from kge_torchrec import (
     Reader,
 )
 from kge_torchrec.config import LossConfig
-from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.over_all import BlockAnswers
@@ -89,25 +87,6 @@ def test_penalty_of_whole_triples_is_added_to_the_loss(folder):
 
 
 # The negative samplers
-
-
-def test_mixture_does_not_depend_on_the_number_of_ranks(folder, store):
-    graph = TripleStore.open(store)
-    kind = part("negative_sampler", MIXED)
-    sampler, place = kind.of(graph, kind.Options(share=0.25)), (1, 2, "head")
-
-    def draw(chunks: range) -> np.ndarray:
-        numbers = random_numbers(3, place, chunks, 500)
-        return sampler.sample(Chunks("head", numbers, lambda: None)).numpy()
-
-    drawn = draw(range(400))
-    split = [draw(range(first, first + 100)) for first in (0, 100, 200, 300)]
-    assert np.array_equal(np.concatenate(split), drawn)
-    ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
-    expected = 0.25 * ends / ends.sum() + 0.75 / 37
-    actual = np.bincount(drawn.ravel(), minlength=37) / drawn.size
-    assert abs(actual - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
-    assert abs(actual - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
 
 
 def batches_of(store, rank=0, world_size=1, **changes):

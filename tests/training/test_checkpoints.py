@@ -394,22 +394,16 @@ def test_way_follows_size_and_memory(
 # Faults while they are written
 
 
-def slowly(seconds: float) -> None:
-    """From now on threads of this process that write a checkpoint take so long."""
+@pytest.fixture
+def slow_threads(monkeypatch):
+    """Threads of this process that write a checkpoint take a while."""
     write = module.write_rows
 
     def wait_and_write(*args):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(seconds)
+        time.sleep(0.1 * (threading.current_thread() is not threading.main_thread()))
         return write(*args)
 
-    module.write_rows = wait_and_write
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    monkeypatch.setattr(module, "write_rows", module.write_rows)
-    return slowly
+    monkeypatch.setattr(module, "write_rows", wait_and_write)
 
 
 def at(kind: str, epoch: int, act):
@@ -477,15 +471,16 @@ def test_uncreatable_folder_is_reported(store, tmp_path):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_error_completes_a_checkpoint_and_an_interrupt_gives_it_up(store, tmp_path, slow, error):
-    slow(0.5)
+@pytest.mark.usefixtures("slow_threads")
+def test_error_completes_a_checkpoint_and_an_interrupt_gives_it_up(store, tmp_path, error):
     with pytest.raises(error):
         fit(background_config(store, tmp_path), raises_at_step(error))
     done = FOUR[0] if error is ZeroDivisionError else f".partial-{FOUR[0]}"
     assert names(tmp_path) == [done]
 
 
-def test_checkpoint_is_complete_soon_after_it_is_written(store, tmp_path, slow):
+@pytest.mark.usefixtures("slow_threads")
+def test_checkpoint_is_complete_soon_after_it_is_written(store, tmp_path):
     """Within the epoch, so that a kill does not lose it."""
     complete = []
 
@@ -495,7 +490,6 @@ def test_checkpoint_is_complete_soon_after_it_is_written(store, tmp_path, slow):
         if kind == "checkpoint":
             complete.append((values["name"], names(tmp_path)))
 
-    slow(0.1)
     config = background_config(store, tmp_path, train__epochs=2, train__log_every=2)
     fit(config, lambda loop: loop.callbacks.append(look))
     lines = RunFolder(tmp_path).load_metrics()

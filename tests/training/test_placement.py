@@ -149,20 +149,15 @@ def test_an_extended_run_moves_to_memory_to_freeze_old_rows(tmp_path):
     assert torch.equal(after[: len(before)], before)
 
 
-def full_disk(monkeypatch) -> None:
-    """Let there be no space for the files of the table."""
-
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-
-
 def rank_fails(folder: Path) -> str:
     """The disk of rank 1 is full: both ranks hear of it."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
     with pytest.MonkeyPatch.context() as patched:
         if rank() == 1:
-            full_disk(patched)
+            patched.setattr(os, "posix_fallocate", full)
         try:
             rank_resumes(folder, None, {})
         except Exception as error:

@@ -172,8 +172,8 @@ def test_settings_are_completed_from_train_and_model():
 
 
 BAD = {
-    "an unknown type": ({"usr": {}}, r"entities\.tables\.usr: .* its types are author, place, "
-                                     r"user; did you mean 'user'\?"),
+    "an unknown type": ({"usr": {}}, r"entities\.tables: a type of .* must be one of author, "
+                                     r"place, user, got 'usr'; did you mean 'user'\?"),
     "an unknown setting": ({"user": {"rate": 1}}, r"entities\.tables\.user\.rate is no option"),
     "an unknown optimizer": ({"user": {"optimizer": "adm"}}, "adm"),
     "a rate of 0": ({"user": {"lr": 0}}, r"entities\.tables\.user\.lr must be a number > 0"),
