@@ -30,7 +30,7 @@ from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import ModelScores, Queries, Scores
 from kge_torchrec.ranking.candidates import (
     Candidates,
@@ -38,14 +38,13 @@ from kge_torchrec.ranking.candidates import (
     SeenCandidates,
     TypedCandidates,
 )
-from kge_torchrec.ranking.fixed import FixedLists, rank_among_lists, read_lists
+from kge_torchrec.ranking.fixed import rank_among_lists, read_lists
 from kge_torchrec.ranking.popularity import (
     FREQUENT,
     KNN,
     POPULAR,
     FrequentScores,
     NovelScores,
-    frequent_among_lists,
 )
 from kge_torchrec.ranking.ranks import Ranks, metrics, rank_triples
 from kge_torchrec.ranking.recommendation import Recommendations, means, recommend
@@ -65,13 +64,13 @@ KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
 
 
 class Probabilities(Protocol):
-    """A calibration, which turns scores into probabilities."""
+    """A calibration: it turns scores (M,) into probabilities (M,), and goes into exports."""
 
-    def probabilities(self, scores: np.ndarray, missing: str, relations: np.ndarray) -> np.ndarray:
-        """Return the probabilities (M,) of scores (M,), see ``TrainedModel.probabilities``."""
+    def probabilities(
+        self, scores: np.ndarray, missing: str, relations: np.ndarray
+    ) -> np.ndarray: ...
 
-    def write(self, folder: Path) -> None:
-        """Write the calibration into the folder of an export."""
+    def write(self, folder: Path) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -128,10 +127,9 @@ class TrainedModel:
 
     @property
     def entities(self) -> np.ndarray:
-        """The rows of all entities, (N, D) float32, ordered by id.
+        """The rows of all entities, (N, D) float32.
 
-        The array of an export is read-only and memory-mapped. That of a run is a copy of the whole
-        table on every rank.
+        Those of an export are memory-mapped, and of a run a copy of the whole table on every rank.
         """
         if self.table is not None:
             return self.table
@@ -151,10 +149,8 @@ class TrainedModel:
     ) -> list[float | None]:
         """Return the probabilities (M,) of answers; each is None without a calibration.
 
-        Args:
-            scores: (M,).
-            missing: The part that the queries miss: "head", "relation" or "tail".
-            relations: (M,) ids of the relations of the answered triples.
+        The queries of scores (M,) miss "head", "relation" or "tail"; the answered triples have
+        the relations (M,).
         """
         if self.calibration is None:
             return [None] * len(scores)
@@ -187,30 +183,15 @@ class TrainedModel:
         return splits
 
     def entity_ids(self, labels: Labels) -> Tensor:
-        """Return int64 entity ids, () or (M,).
-
-        Raises:
-            UnknownLabelError: A label is not in the data.
-            IndexError: An id is out of range.
-        """
+        """Return int64 entity ids, () or (M,); see ``ids_of``."""
         return ids_of(labels, "entity", self.num_entities, lambda: self.entity_labels)
 
     def relation_ids(self, labels: Labels) -> Tensor:
-        """Return int64 relation ids, () or (M,).
-
-        Raises:
-            UnknownLabelError: A label is not in the data.
-            IndexError: An id is out of range.
-        """
+        """Return int64 relation ids, () or (M,); see ``ids_of``."""
         return ids_of(labels, "relation", self.num_relations, lambda: self.relation_labels)
 
     def triple_ids(self, triples: Iterable[Sequence[Label]]) -> Tensor:
-        """Return the ids (T, 3) int64 of triples of labels or ids.
-
-        Raises:
-            UnknownLabelError: A label is not in the data.
-            IndexError: An id is out of range.
-        """
+        """Return the ids (T, 3) int64 of triples of labels or ids; see ``ids_of``."""
         columns = [list(column) for column in zip(*triples, strict=True)]
         if not columns:
             return torch.empty(0, 3, dtype=torch.int64)
@@ -219,30 +200,18 @@ class TrainedModel:
         return torch.stack(ids, 1)
 
     def scores(self, triples: Tensor, side: Side = "tail") -> Tensor:
-        """Return the scores (T,) float32 of triples. Collective.
+        """Return the scores (T,) float32 of triples (T, 3) int64 as queries for a side. Collective.
 
         They are bit for bit those of the ranking.
-
-        Args:
-            triples: (T, 3) int64.
-            side: Score as a query for the "tail" or the "head". With reciprocal relations the two
-                scores differ.
         """
-        return ModelScores(self.scorer, self.shard).of(triples, side).cpu()
+        return self._scores().of(*Queries.of(triples.numpy(), side))[:, 0].cpu()
 
     def best(
         self, queries: Queries, k: int, exclude: Answers | None = None, novelty: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the k best entities of each query, and fewer if N is less. Collective.
+        """Return the k best entities of each query, and fewer if N is less; see ``top_k``.
 
-        Args:
-            queries: The B queries.
-            k: The number of answers.
-            exclude: Answers of the B queries to leave out, such as the known ones.
-            novelty: Popular answers lose ``novelty * log(1 + n)``; see ``NovelScores``.
-
-        Returns:
-            Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
+        Collective. Popular answers lose ``novelty * log(1 + n)``; see ``NovelScores``.
         """
         k = min(k, self.num_entities)
         scores, ids = top_k(self._scores(novelty), queries, k, exclude)
@@ -260,22 +229,20 @@ class TrainedModel:
         evaluation: EvaluationConfig,
         scores: Scores | None = None,
     ) -> Ranks:
-        """Return the ranks of triples, filtered unless their candidates are fixed.  Collective.
+        """Return the ranks of triples (T, 3), filtered unless their candidates are fixed.
 
-        Args:
-            triples: (T, 3).
-            split: Their split.  None: filter by all splits and by the triples themselves.
-            evaluation: The ``evaluation`` section of the config.
-            scores: The scores of a baseline; None: those of the model.
+        Collective. Without a split, all splits and the triples themselves filter. ``scores`` are
+        those of a baseline; None: those of the model.
         """
         triples = np.asarray(triples, dtype=np.int64)
         known = self.store.filter_index(FILTERS[split or "test"], None if split else triples)
         with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
+            scores = scores or self._scores()
             if evaluation.candidates == "fixed":
-                lists = self._fixed_lists(evaluation, split)
-                return rank_among_lists(self.scorer, self.shard, triples, lists, bar.update)
-            options = self._options(evaluation, bar)
-            return rank_triples(scores or self._scores(), triples, known, options)
+                store, file = self.store, evaluation.candidate_file
+                lists = self._keep(("fixed", file, split), lambda: read_lists(file, store, split))
+                return rank_among_lists(scores, triples, lists, bar.update)
+            return rank_triples(scores, triples, known, self._options(evaluation, bar))
 
     def recommendations_of(
         self,
@@ -287,16 +254,10 @@ class TrainedModel:
         novelty: float = 0.0,
         scores: Scores | None = None,
     ) -> Recommendations:
-        """Return the ranks of triples as answers to their users, and the users' lists.  Collective.
+        """Return the ranks of triples (T, 3) as answers to their users, and the users' lists.
 
-        Args:
-            triples: (T, 3).
-            split: Their split; what its users know of the splits before it is not recommended.
-            evaluation: The ``evaluation`` section of the config.
-            k: The length of the lists.
-            side: The side to recommend.
-            novelty: See ``best``.
-            scores: The scores of a baseline; None: those of the model.
+        Collective. What users know of the splits before this one is not recommended. ``scores``
+        are those of a baseline; None: those of the model.
 
         Raises:
             ConfigError: The candidates are lists of single triples.
@@ -315,10 +276,6 @@ class TrainedModel:
         self, triples: np.ndarray, split: str | None, evaluation: EvaluationConfig
     ) -> dict[str, Any]:
         """Return the metrics of baselines beside those of ``ranks_of``, by name. Collective."""
-        if evaluation.candidates == "fixed":
-            lists = self._fixed_lists(evaluation, split)
-            triples = np.asarray(triples, np.int64)
-            return {FREQUENT: metrics(frequent_among_lists(self.frequencies, triples, lists))}
         frequent = FrequentScores(self.shard, self.frequencies)
         return {FREQUENT: metrics(self.ranks_of(triples, split, evaluation, frequent))}
 
@@ -348,11 +305,6 @@ class TrainedModel:
             self.processes, lambda: NeighborScores(self.shard, self.store, side, relations)
         )
         return {POPULAR: popular, KNN: results_of(nearest)}
-
-    def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
-        """Return the candidates of each triple of a split. Collective."""
-        store, file = self.store, evaluation.candidate_file
-        return self._keep(("fixed", file, split), lambda: read_lists(file, store, split))
 
     @property
     def frequencies(self) -> Frequencies:
@@ -386,21 +338,11 @@ class TrainedModel:
         return f"TrainedModel({where}{type(self.scorer).__name__}, {size}, {relations})"
 
 
-def check_side(side: str) -> None:
-    """Check that ``side`` is "head" or "tail".
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if side not in SIDES:
-        raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
-
-
 def ids_of(labels: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabulary]) -> Tensor:
     """Return int64 ids, () or (M,), of labels, or of ids in [0, count).
 
     Raises:
-        UnknownLabelError: A label is not in the vocabulary.
+        UnknownLabelError: A label is not in the vocabulary; the message has close ones.
         IndexError: An id is out of range.
         TypeError: The values are neither labels nor integers.
     """

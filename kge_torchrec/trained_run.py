@@ -25,7 +25,7 @@ from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.models.scorers.base import SIDES, Side
-from kge_torchrec.ranking.groups import GROUPINGS, Grouping, check_names, grouped
+from kge_torchrec.ranking.groups import GROUPINGS, Grouping, grouped
 from kge_torchrec.ranking.ranks import metrics
 from kge_torchrec.ranking.recommendation import grouped_recommendations, recommendation_metrics
 from kge_torchrec.trained_model import FILTERS, TrainedModel
@@ -35,8 +35,6 @@ from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.state import TrainState
 
 log = logging.getLogger(__name__)
-
-# The candidates that each option of evaluation.candidates belongs to.
 
 
 class Run(Answering):
@@ -88,10 +86,7 @@ class Run(Answering):
 
     @property
     def entities(self) -> np.ndarray:
-        """The rows of all entities from the best checkpoint, (N, D) float32, ordered by id.
-
-        Every rank gets a copy of the whole table in memory; ``export`` needs memory for one chunk.
-        """
+        """The rows of all entities from the best checkpoint, (N, D) float32, on every rank."""
         return self.model.entities
 
     @cached_property
@@ -144,7 +139,7 @@ class Run(Answering):
             {"about", "total", "groups"}}}.  With restricted candidates also "candidates", which
             describes them.  With ``triples`` also {"triples": {"count", "train", "valid",
             "test"}}: their number, and how many of them are in each split.  With ``recommend``
-            the result of ``recommendation_metrics``, and "by".
+            {"recommendation": {"users", "answers", "auc", "recall@k", ...}}, and "by".
 
         Raises:
             DataError: A triple cannot be ranked.  The message names its line or position.
@@ -155,7 +150,8 @@ class Run(Answering):
                 f"split must be one of {', '.join(FILTERS)}, got {split!r:.80}; triples of your "
                 "own are evaluate(triples=...)"
             )
-        check_names(by)
+        for name in by:
+            one_of("by", name, tuple(GROUPINGS))
         if recommend:
             fine = all(isinstance(k, int) and k >= 1 for k in recommend)
             check(fine, "recommend", "whole numbers >= 1, such as [10, 20]", recommend)
@@ -214,9 +210,6 @@ class Run(Answering):
     ) -> Path:
         """Export the model atomically, for ``load_model`` or other programs.
 
-        It needs memory for the loaded model and one chunk of rows.  Vectors and a program also
-        need two or three copies of the table.
-
         Args:
             path: The folder to make.  An existing folder is refused.
             format: "safetensors" (a Hugging Face repository, which ``load_model`` reads), "parquet"
@@ -225,9 +218,6 @@ class Run(Answering):
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             relation: The relation of vectors, by its label; None: all relations.
-
-        Returns:
-            The path.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -260,7 +250,7 @@ class Run(Answering):
             test, which no curve was fitted to, in all and by relation.
 
         Raises:
-            KGEError: scikit-learn is not installed.
+            KGEError: scikit-learn is not installed, or all answers are of one kind.
             ConfigError: An argument is invalid.
             DataError: There are no valid triples.
         """

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scorer_cases import SCORERS
+from worlds import run_world
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges, build_side
 from kge_torchrec.embeddings.backend import EntityShard
@@ -72,7 +73,15 @@ def whole(table):
     return EntityShard(table, 0, len(table))
 
 
-def my_shard(table, edges):
-    """This rank's rows when rank i holds edges[i] to edges[i + 1]."""
-    start, stop = edges[dist.get_rank() : dist.get_rank() + 2]
-    return EntityShard(table[start:stop], start, len(table))
+def my_shard(table):
+    """This rank's rows: uneven parts, of four ranks one without and one with a single row."""
+    count, half = len(table), len(table) // 2
+    edges = {1: [0, count], 2: [0, count // 4, count], 4: [0, half, half, half + 1, count]}
+    start, stop = edges[dist.get_world_size()][dist.get_rank() :][:2]
+    return EntityShard(table[start:stop], start, count)
+
+
+def on_every_rank(function, *arguments):
+    """Yield what ``function(*arguments)`` returns on each rank of worlds of 1, 2 and 4 ranks."""
+    for world_size in (1, 2, 4):
+        yield from run_world(world_size, function, *arguments)

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from kge_torchrec.answers.bulk import answer_rows, score_rows, table_of
 from kge_torchrec.answers.queries import (
     FEW,
-    MEANINGS,
-    PARTS,
     Choice,
     Link,
     Neighbour,
     Part,
-    Prediction,
-    metric_of,
     missing_part,
     nearest,
     new_links,
     predictions,
-    recommended,
 )
-from kge_torchrec.answers.sources import from_lists, queries_in, triples_in
+from kge_torchrec.answers.sources import (
+    in_batches,
+    queries_in,
+    query_ids,
+    recommended,
+    triples_in,
+)
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.trained_model import Label, TrainedModel, check_side
-
-# Labels or ids, one per query; or a table of queries, such as a data frame of pandas.
-Many: TypeAlias = "Sequence[str] | Sequence[int] | np.ndarray | pa.Table"
+from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.trained_model import Label, TrainedModel
 
 
 class Answering:
@@ -47,26 +44,6 @@ class Answering:
     def model(self) -> TrainedModel:
         """The model that answers the queries."""
         raise NotImplementedError
-
-    @overload
-    def predict(
-        self,
-        head: Label | None = None,
-        relation: Label | None = None,
-        tail: Label | None = None,
-        k: int = FEW,
-        known: bool = True,
-    ) -> list[Prediction]: ...
-
-    @overload
-    def predict(
-        self,
-        head: Many | None = None,
-        relation: Many | None = None,
-        tail: Many | None = None,
-        k: int = FEW,
-        known: bool = True,
-    ) -> Any: ...
 
     def predict(
         self,
@@ -108,28 +85,6 @@ class Answering:
         """
         choice = Choice(k, None if known else self.model.known)
         return _answers(self.model, (head, relation, tail), choice)
-
-    @overload
-    def recommend(
-        self,
-        head: Label,
-        relation: Label,
-        k: int = 10,
-        exclude_known: bool = False,
-        candidates: str | Path = "seen",
-        novelty: float = 0.0,
-    ) -> list[Prediction]: ...
-
-    @overload
-    def recommend(
-        self,
-        head: Many,
-        relation: Label | None = None,
-        k: int = 10,
-        exclude_known: bool = False,
-        candidates: str | Path = "seen",
-        novelty: float = 0.0,
-    ) -> Any: ...
 
     def recommend(
         self,
@@ -203,9 +158,9 @@ class Answering:
             UnknownLabelError: A label is not in the data; the message has close matches.
             DataError: A table has an unknown label, or lacks a column.
             IndexError: An id is out of range.
-            ValueError: ``side`` is unknown.
+            ConfigError: ``side`` is unknown.
         """
-        check_side(side)
+        one_of("side", side, SIDES)
         if is_table(triples):
             rows_of = partial(score_rows, self.model, side)
             batches = triples_in(self.model, triples)
@@ -253,11 +208,6 @@ class Answering:
         """
         return nearest(self.model, self.model.entity_ids(entity).reshape(1), k)[0]
 
-    @property
-    def nearness(self) -> str:
-        """A description of the scores that ``nearest`` returns."""
-        return MEANINGS[metric_of(self.model.scorer)]
-
 
 class AnsweringModel(Answering, TrainedModel):
     """A trained model with the query methods, such as ``load_model`` returns."""
@@ -276,26 +226,14 @@ def is_table(value: Any) -> bool:
 def _answers(
     model: TrainedModel, query: tuple[Any, Any, Any], choice: Choice, missing: Part | None = None
 ) -> Any:
-    """Return the answers to one query, or a table of those to many. Collective.
+    """Return the answers to one query, or a table of those to many; see ``Answering.predict``.
 
-    Args:
-        model: The model.
-        query: Head, relation and tail: a label or an id, many, or None for the missing part. A
-            table as the head has the parts that its columns stand for.
-        choice: The answers to list.
-        missing: The part that is found, whatever columns a table has.
+    Collective. ``missing`` is the part that is found, whatever columns a table has.
     """
-    rows_of, head = partial(answer_rows, model, choice), query[0]
-    if is_table(head):
-        return table_of(model, queries_in(model, *query, missing), rows_of, head, "queries")
-    if any(map(np.ndim, (part for part in query if part is not None))):
-        like = next(part for part in query if np.ndim(part))
-        batches = from_lists(model, dict(zip(PARTS, query, strict=True)))
-        return table_of(model, batches, rows_of, like, "queries")
-    part = missing_part(query)
-    lookups = model.entity_ids, model.relation_ids, model.entity_ids
-    ids = [
-        0 if label is None else int(ids_of(label))
-        for label, ids_of in zip(query, lookups, strict=True)
-    ]
-    return predictions(model, part, np.array([ids]), choice)[0]
+    rows_of, like = partial(answer_rows, model, choice), query[0]
+    if is_table(like):
+        return table_of(model, queries_in(model, *query, missing), rows_of, like, "queries")
+    ids, lists = query_ids(model, query), [part for part in query if np.ndim(part)]
+    if lists:
+        return table_of(model, in_batches(ids), rows_of, lists[0], "queries")
+    return predictions(model, missing_part(query), ids.clip(0), choice)[0]

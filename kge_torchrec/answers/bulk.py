@@ -24,6 +24,7 @@ from kge_torchrec.answers.output import written
 from kge_torchrec.answers.queries import PARTS, Choice, answered
 from kge_torchrec.answers.sources import Batch, Problem, from_file
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data import RELATION
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import TrainedModel
@@ -104,20 +105,26 @@ def answer_file(
         model: The model.
         path: The queries: head, relation and tail with tabs between, ``?`` for the missing part.
         choice: The answers to list.
-        output: The file to write, which appears when it is complete; None prints.
+        output: See ``written``, as for format and names.
         format: One of ``FORMATS``.
         relation: A relation whose tails are missing; then each line of the file is a head.
-        names: A file of labels and readable names, which are written beside the labels.
+        names: A file of readable names.
 
     Raises:
         DataError: A file cannot be read.
         ConfigError: The model has facts, and no query has an entity of theirs.
         OSError: The answers cannot be written. No output file is left behind.
     """
+    source = from_file(path, model, 1 if relation is None else 2)
     if relation is not None:
-        model.relation_ids(relation)
-    source = from_file(path, model, 1, relation)
+        source = _asked(source, int(model.relation_ids(relation)))
     return _into_file(model, source, partial(answer_rows, model, choice), format, output, names)
+
+
+def _asked(heads: Iterator[Batch], relation: int) -> Iterator[Batch]:
+    for batch in heads:
+        batch.ids[:, RELATION] = relation
+        yield batch
 
 
 def score_file(
@@ -173,12 +180,8 @@ def table_of(
 ) -> Any:
     """Return the rows of all batches, with the types of entities. Collective.
 
-    Args:
-        model: The model.
-        batches: The queries or triples.
-        rows_of: Returns the rows of a batch.
-        like: A data frame, whose library the result is of, or anything else for a pyarrow table.
-        name: "queries" or "triples", for messages.
+    If ``like`` is a data frame, so is the result, of its library; otherwise it is a pyarrow table.
+    ``name`` is "queries" or "triples", for messages.
     """
     found = [rows_of(batch) for batch in batches]
     if not found:

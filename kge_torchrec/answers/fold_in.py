@@ -67,15 +67,7 @@ class Facts(NamedTuple):
 
 
 def read_facts(model: TrainedModel, source: InMemory | str | Path) -> list[Facts]:
-    """Return the facts of each new entity, in order of the labels.
-
-    Args:
-        model: The model.
-        source: A file of triples in any format, or triples of labels in memory.
-
-    Raises:
-        DataError: A fact has no new entity, two of them, or an unknown relation.
-    """
+    """Return the facts of each new entity, in order of the labels; see ``Answering.fold_in``."""
     sources: Any = [source] if isinstance(source, str | Path) else {WHOLE: source}
     batches = open_sources(sources, DataConfig(), progress=False).batches()
     columns: list[list[str]] = [[], [], []]
@@ -109,15 +101,7 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
     """Return a model that also answers queries about the new entities of facts. Collective.
 
     Their ids follow those of the model's entities. They are no answers themselves, and their facts
-    are known answers.
-
-    Args:
-        model: The model.
-        source: See ``read_facts``.
-
-    Raises:
-        DataError: As ``read_facts``; or no type of entity has all facts of a new one.
-        KGEError: The model does not say how it was trained.
+    are known answers. See ``Answering.fold_in``.
     """
     facts = on_first_rank(model.processes, lambda: read_facts(model, source))
     count, total = model.num_entities, model.num_entities + len(facts)
@@ -214,10 +198,7 @@ class _Queries(NamedTuple):
     def of(
         cls, model: TrainedModel, side: Side, triples: np.ndarray, config: Config
     ) -> _Queries | None:
-        """Return the queries of triples (M, 3), of which one end is -1; None if M is 0.
-
-        Collective.
-        """
+        """Return the queries of triples (M, 3) with an end of -1; None if M is 0. Collective."""
         if not len(triples):
             return None
         ends, negatives, types = model.ends, config.negatives, None
@@ -241,10 +222,7 @@ class _Queries(NamedTuple):
 
 
 def _drawn(model: TrainedModel, types: np.ndarray | None, limit: int) -> tuple[np.ndarray, int]:
-    """Draw at most ``limit`` entities of types (T,) bool; return their ids and how many there are.
-
-    Where there are no more, they are all of them.
-    """
+    """Draw at most ``limit`` entities of types (T,) bool; return ids and how many there are."""
     ranges = np.array([[0, model.num_entities]])
     if types is not None and model.ends is not None:
         ranges = model.ends.ranges(types)

@@ -37,16 +37,12 @@ def record_rows(records: Sequence[Any], kind: type) -> pa.Table:
 
 
 def read_names(path: str | Path) -> pa.Table:
-    """Return a file of labels and readable names, such as IRIs and titles: columns id and label.
-
-    Raises:
-        DataError: The file cannot be read, or has other columns.
-    """
+    """Return a file of labels and readable names, such as IRIs and titles: columns id and label."""
     return read_list(open_list(Path(path), Columns(("id", "label"), (), key="")))
 
 
 def names_by_label(path: str | Path) -> dict[str, str]:
-    """Return the readable names of a file by label; raise DataError as ``read_names`` does."""
+    """Return the readable names of a file by label."""
     return dict(zip(*(column.to_pylist() for column in read_names(path)), strict=True))
 
 
@@ -71,7 +67,7 @@ def written(
     Args:
         format: One of ``FORMATS``.
         output: A file, which appears when the block ends without an error; None: standard output.
-        names: A file of `read_names`, which are written beside the labels.
+        names: A file of labels and readable names, which are written beside the labels.
 
     Raises:
         ConfigError: The format is unknown, or it needs a file.

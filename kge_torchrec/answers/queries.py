@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,13 +17,10 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
-from kge_torchrec.data.streams import lines
-from kge_torchrec.distributed.processes import on_first_rank
-from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import ModelScores, Queries, score_block, scoring
-from kge_torchrec.ranking.candidates import Candidates, ListedCandidates
+from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.search import columns, top_k
 from kge_torchrec.trained_model import Label, TrainedModel
 
@@ -85,33 +81,6 @@ class Choice:
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
-
-
-def recommended(
-    model: TrainedModel, k: int, exclude_known: bool, candidates: str | Path, novelty: float = 0.0
-) -> Choice:
-    """Return the answers to recommend; see ``Answering.recommend``. Collective."""
-    if candidates in ("seen", "all"):
-        only = model.candidates(str(candidates))
-    else:
-        ids = on_first_rank(model.processes, lambda: _ids_in(Path(candidates), model))
-        only = ListedCandidates(ids)
-    exclude = model.known if exclude_known else None
-    return Choice(k, exclude, only, itself=False, novelty=novelty)
-
-
-def _ids_in(path: Path, model: TrainedModel) -> np.ndarray:
-    """Return the ids of the entities that a file names, one label per line."""
-    if not path.is_file():
-        raise DataError(f"candidates must be seen, all or a file of labels: no file {path}")
-    numbered = [(line, raw.decode("utf-8", "replace")) for line, raw in lines(path) if raw]
-    if not numbered:
-        raise DataError(f"{path} is empty: write lines of one label each")
-    ids = model.entity_labels.search([label for _, label in numbered])
-    if (ids < 0).any():
-        line, label = numbered[int((ids < 0).argmax())]
-        raise DataError(f"{path}:{line}: {model.entity_labels.unknown(label)}")
-    return ids
 
 
 def missing_part(query: Sequence[Label | None]) -> Part:
@@ -177,11 +146,7 @@ def best(
     Equal scores come in order of id, and NaN counts as -inf. Relations are scored as tail queries.
     If every entity has one type, answers have a type that the relation has on that side.
 
-    Args:
-        model: The model.
-        missing: The part that the queries miss.
-        queries: (B, 3) int64; the id of the missing part counts for nothing.
-        choice: The answers to list.
+    In queries (B, 3) the id of the missing part counts for nothing.
 
     Returns:
         Scores (B, k) float32, best first, and ids (B, k) int64, with fewer columns if there are

@@ -4,9 +4,9 @@ A line has three columns, with ``?`` for the missing part:
 
     Austria<TAB>borders<TAB>?
 
-In a file of heads a line is a label. A line that cannot be answered is a problem with its number;
-the other lines are still answered. A list has labels or ids. The columns of a table have labels, as
-for ``prepare``, and are found by their names. Rank 0 reads files and tables for all ranks.
+In a list of entities a line is a label. A line that cannot be answered is a problem with its
+number; the other lines are still answered. A list has labels or ids. The columns of a table have
+labels, as for ``prepare``, and are found by their names. Rank 0 reads files for all ranks.
 
 Shapes: B lines or rows per batch, T triples.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kge_torchrec.answers.queries import PARTS, Part, missing_part
+from kge_torchrec.answers.queries import PARTS, Choice, Part, missing_part
 from kge_torchrec.config import ConfigError, DataConfig
 from kge_torchrec.data.readers.columns import Columns, is_header, role_of
 from kge_torchrec.data.readers.fields import batches_of
@@ -30,6 +30,7 @@ from kge_torchrec.data.reading import columns_of
 from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
+from kge_torchrec.ranking.candidates import ListedCandidates
 from kge_torchrec.trained_model import TrainedModel
 
 Parts = tuple[str | None, ...]  # the labels of head, relation and tail; None for the missing part
@@ -77,6 +78,27 @@ def read_triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarr
     return on_first_rank(model.processes, read)
 
 
+def recommended(
+    model: TrainedModel, k: int, exclude_known: bool, candidates: str | Path, novelty: float = 0.0
+) -> Choice:
+    """Return the answers to recommend; see ``Answering.recommend``. Collective."""
+
+    def listed() -> np.ndarray:
+        file = Path(candidates)
+        if not file.is_file():
+            raise DataError(f"candidates must be seen, all or a file of labels: no file {file}")
+        batches = list(from_file(file, model, 2))
+        _raise_first(batches, f"{file}:")
+        return np.concatenate([batch.ids[:, 0] for batch in batches])
+
+    if candidates in ("seen", "all"):
+        only = model.candidates(str(candidates))
+    else:
+        only = ListedCandidates(on_first_rank(model.processes, listed))
+    exclude = model.known if exclude_known else None
+    return Choice(k, exclude, only, itself=False, novelty=novelty)
+
+
 def _raise_first(batches: Sequence[Batch], place: str) -> None:
     """Raise DataError for the first line that cannot be answered, if there is one."""
     problems = [problem for batch in batches for problem in batch.problems]
@@ -85,17 +107,11 @@ def _raise_first(batches: Sequence[Batch], place: str) -> None:
         raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
 
 
-def from_file(
-    path: str | Path, model: TrainedModel, missing: int, relation: str | None = None
-) -> Iterator[Batch]:
-    """Yield the queries or triples of a file; skip empty lines and a header.
+def from_file(path: str | Path, model: TrainedModel, missing: int) -> Iterator[Batch]:
+    """Yield the queries, triples or entities of a file; skip empty lines and a header.
 
-    Args:
-        path: The file.
-        model: The model, for its labels.
-        missing: How many of head, relation and tail each line must leave out: 1 for queries, 0
-            for triples.
-        relation: A relation whose tails are missing; then each line is the label of a head.
+    ``missing`` is how many of head, relation and tail each line leaves out: 1 for queries, 0 for
+    triples, 2 for entities, which become heads.
 
     Raises:
         DataError: The file cannot be read, or has no other lines.
@@ -106,7 +122,7 @@ def from_file(
         problems: list[Problem] = []
         for number, raw in some:
             try:
-                parts = _parsed(number, raw, missing, relation)
+                parts = _parsed(number, raw, missing)
                 if parts is not None:
                     parsed[number] = parts
             except DataError as error:
@@ -116,12 +132,11 @@ def from_file(
         is_empty = is_empty and not (problems or parsed)
         yield batch._replace(problems=sorted(problems + batch.problems))
     if is_empty:
-        kind = "queries, such as Austria<tab>borders<tab>?" if missing else "triples"
-        kind = kind if relation is None else "one label each"
-        raise DataError(f"{path} is empty: write lines of {kind}")
+        kinds = "triples", "queries, such as Austria<tab>borders<tab>?", "one label each"
+        raise DataError(f"{path} is empty: write lines of {kinds[missing]}")
 
 
-def _parsed(number: int, raw: bytes, missing: int, relation: str | None) -> Parts | None:
+def _parsed(number: int, raw: bytes, missing: int) -> Parts | None:
     """Return the parts of a line, or None for an empty line or a header; see ``from_file``."""
     try:
         text = raw.decode("utf-8")
@@ -130,8 +145,8 @@ def _parsed(number: int, raw: bytes, missing: int, relation: str | None) -> Part
     columns = text.split("\t")
     if not text.strip() or (number == 1 and is_header(columns)):
         return None
-    if relation is not None:
-        return text, relation, None
+    if missing == 2:
+        return text, None, None
     if len(columns) != 3:
         found = f"found {len(columns)}: {text[:80]!r}"
         raise DataError(f"expected 3 tab-separated columns, {found}")
@@ -166,18 +181,25 @@ def _looked_up(model: TrainedModel, parsed: Mapping[int, Parts], suggestions: in
     return Batch(np.array([*parsed], np.int64)[good], ids[good], problems)
 
 
-def from_lists(model: TrainedModel, parts: Mapping[str, Any]) -> Iterator[Batch]:
-    """Yield the queries whose parts are lists of one length, or single ones for all."""
-    missing = missing_part([parts[part] for part in PARTS])
-    lengths = {part: len(parts[part]) for part in PARTS if np.ndim(parts[part])}
+def query_ids(model: TrainedModel, query: Sequence[Any]) -> np.ndarray:
+    """Return the ids (B, 3) int64 of head, relation and tail, -1 for the missing part.
+
+    They are of lists of one length, or of single ones for all.
+    """
+    missing = missing_part(query)
+    lengths = {part: len(own) for part, own in zip(PARTS, query, strict=True) if np.ndim(own)}
     if len({*lengths.values()}) > 1:
         sizes = " and ".join(f"{count:,} {part}s" for part, count in lengths.items())
         raise ConfigError(f"lists of a query must have one length, got {sizes}")
-    ids = np.full((next(iter(lengths.values())), 3), -1, np.int64)
-    for column, part in enumerate(PARTS):
+    ids = np.full((next(iter(lengths.values()), 1), 3), -1, np.int64)
+    for column, (part, own) in enumerate(zip(PARTS, query, strict=True)):
         if part != missing:
-            ids_of = model.relation_ids if part == "relation" else model.entity_ids
-            ids[:, column] = ids_of(parts[part])
+            ids[:, column] = (model.relation_ids if part == "relation" else model.entity_ids)(own)
+    return ids
+
+
+def in_batches(ids: np.ndarray) -> Iterator[Batch]:
+    """Yield the queries of ids (B, 3)."""
     for start in range(0, len(ids), BATCH):
         some = ids[start : start + BATCH]
         yield Batch(np.arange(start, start + len(some)), some, [])
@@ -188,12 +210,7 @@ def queries_in(
 ) -> Iterator[Batch]:
     """Yield the queries of a table, perhaps with one relation for all rows. Collective.
 
-    Args:
-        model: The model.
-        table: The table.
-        relation: The label or id of a relation for all rows, or None.
-        tail: None.
-        missing: The part that is found, whatever columns the table has. None: the one without any.
+    ``missing`` is the part that is found, whatever columns there are; None: the one without any.
     """
     if np.ndim(relation) or tail is not None:
         raise ConfigError(

@@ -159,7 +159,8 @@ def recommend(
             named = what.get(candidates, f"the entities of {candidates}")
             print(f"candidates: {named}", file=sys.stderr)
         from kge_torchrec.answers.bulk import answer_file
-        from kge_torchrec.answers.queries import Prediction, recommended
+        from kge_torchrec.answers.queries import Prediction
+        from kge_torchrec.answers.sources import recommended
 
         asked = _with_facts(trained, head_facts, head)
         if head is not None:
@@ -217,9 +218,9 @@ def nearest(
     with answering(run) as trained:
         with announced("searching"):
             results = trained.nearest(entity, top)
-        meaning = trained.nearness
-    from kge_torchrec.answers.queries import Neighbour
+        from kge_torchrec.answers.queries import MEANINGS, Neighbour, metric_of
 
+        meaning = MEANINGS[metric_of(trained.model.scorer)]
     write_records(results, Neighbour, format, output, names)
     if is_first_rank() and format == "table":
         print(f"score: {meaning}", file=sys.stderr)

@@ -6,7 +6,7 @@ very small: below a dozen rows, libraries switch kernels and with them the order
 Both sides are therefore padded to ``SMALLEST`` rows, and queries to a multiple of it: torch rounds
 complex products in another way where the last elements do not fill a vector register.
 
-Shapes: B queries, n rows of one block, D elements per row, T triples.
+Shapes: B queries, n rows of one block, m entities per query, D elements per row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.data import RELATION, TAIL, answer_column
 from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.environment import without_tf32
 from kge_torchrec.models.scorers.base import Scorer, Side
 
@@ -52,15 +55,7 @@ def score_block(
 ) -> Tensor:
     """Return scores whose bits depend only on the query and the row, not on the block.
 
-    Args:
-        scorer: The scorer.
-        anchor: (B, D), the known entity of each query.
-        relation: (B,) int64.
-        rows: (n, D).
-        side: The side to score candidates for.
-
-    Returns:
-        (B, n) float32, new and contiguous.
+    Anchors (B, D), relations (B,), rows (n, D) -> (B, n) float32, new and contiguous.
     """
     return _block_scores(scorer, anchor, relation, side)(rows)
 
@@ -87,6 +82,14 @@ class Queries(NamedTuple):
     side: Side  # the missing side
     only: Candidates | None = None  # the entities that may be answers; None: all
 
+    @classmethod
+    def of(cls, triples: np.ndarray, side: Side) -> tuple[Queries, np.ndarray]:
+        """Return the queries that triples (B, 3) complete, and the answers (B, 1)."""
+        answer = answer_column(side)
+        anchors, relations = triples[:, [TAIL - answer, RELATION]].T.copy()
+        asked = cls(torch.from_numpy(anchors), torch.from_numpy(relations), side)
+        return asked, triples[:, [answer]]
+
 
 class Scores:
     """Scores of entities as answers to queries: those of a model, or of a baseline.
@@ -102,10 +105,10 @@ class Scores:
         """Yield (id of the first entity, new scores (B, n) float32) for this rank. Collective."""
         raise NotImplementedError
 
-    def of(self, triples: Tensor, side: Side) -> Tensor:
-        """Return the scores (T,) float32 of triples (T, 3), bit for bit those of ``blocks``.
+    def of(self, queries: Queries, entities: np.ndarray) -> Tensor:
+        """Return the scores (B, m) float32 of entities (B, m), bit for bit those of ``blocks``.
 
-        Collective.
+        Collective. The score of a negative id means nothing.
         """
         raise NotImplementedError
 
@@ -136,24 +139,39 @@ class ModelScores(Scores):
                 scores = scores_of(rows)
             yield first, scores
 
-    def of(self, triples: Tensor, side: Side) -> Tensor:
-        queries, shard = triples if side == "tail" else triples.flip(1), self.shard
-        # Only a block of scores has the same bits as in ranking; its diagonal is kept. Small blocks
-        # waste fewer products, and large ones need fewer kernels.
+    def of(self, queries: Queries, entities: np.ndarray) -> Tensor:
+        shard = self.shard
+        if entities.size and entities.max() >= shard.num_entities:
+            raise IndexError(f"entity ids must lie in [0, {shard.num_entities})")
+        # Small blocks waste fewer products, and large ones need fewer kernels.
         size = (8 if shard.device.type == "cuda" else 2) * SMALLEST
-        fetched = max(1, FETCH_BYTES // (2 * 4 * shard.dim * size)) * size
-        scores = [torch.empty(0, device=shard.device)]
+        fetched = max(1, FETCH_BYTES // (4 * shard.dim * size)) * size
+        found = torch.zeros(entities.shape, device=shard.device)
+        for start in range(0, len(entities), fetched):
+            group = slice(start, start + fetched)
+            anchors = shard.fetch(queries.anchors[group].to(shard.device)).split(size)
+            relations = queries.relations[group].to(shard.device).split(size)
+            for part in zip(anchors, relations, found[group].split(size), strict=True):
+                self._fill(*part, queries.side, entities[start : start + size])
+                start += size
+        return found if shard.ranks == 1 else reduced(found)  # the others are 0
+
+    def _fill(
+        self, anchors: Tensor, relations: Tensor, found: Tensor, side: Side, entities: np.ndarray
+    ) -> None:
+        """Write the scores of entities (B, m) of this rank, taken from blocks of all of them."""
+        shard, (first, stop) = self.shard, self.shard.row_range
+        query, column = np.nonzero((entities >= first) & (entities < stop))
+        distinct, place = np.unique(entities[query, column] - first, return_inverse=True)
+        height = block_height(len(entities), shard.device)
         with scoring(self.scorer):
-            for group in queries.split(fetched):
-                ids = group[:, ::2].T.flatten().to(shard.device)
-                anchor, target = shard.fetch(ids).view(2, len(group), shard.dim)
-                relation = group[:, 1].to(anchor.device)
-                for first in range(0, len(group), size):
-                    part = slice(first, first + size)
-                    inputs = anchor[part], relation[part], target[part]
-                    block = score_block(self.scorer, *inputs, side)
-                    scores.append(block.diagonal().clone())
-        return torch.cat(scores)
+            scores_of = _block_scores(self.scorer, anchors, relations, side)
+            for low in range(0, len(distinct), height):
+                rows = shard.own(torch.from_numpy(distinct[low : low + height]).to(shard.device))
+                inside = (place >= low) & (place < low + height)
+                taken = query[inside], column[inside], place[inside] - low
+                row, col, at = (torch.from_numpy(x).to(shard.device) for x in taken)
+                found[row, col] = scores_of(rows)[row, at]
 
 
 def block_height(queries: int, device: torch.device, block_bytes: int | None = None) -> int:

@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from kge_torchrec.data import OTHER
-from kge_torchrec.data.sort import chunks, pointers
+from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import anchors_of, relations_of
+from kge_torchrec.data.store.filter_index import Ranges, anchors_of, keys_of, relations_of
 from kge_torchrec.data.types import types_of
 from kge_torchrec.models.scorers.base import SIDES, Side
 
@@ -54,29 +54,30 @@ class Frequencies:
     """
 
     def __init__(self, store: TripleStore, rows: tuple[int, int]):
-        self._train, self._pairs = store.filter_index(("train",)), {}
+        self._train, self._pairs, self._places = store.filter_index(("train",)), {}, {}
         for side in SIDES:
             # The anchors of the head index are tails, and those of the tail index are heads.
             index = store.side_index("train", OTHER[side])
             own = index.between(*rows)
             queries, counts = index.queries[own], np.diff(index.starts[own.start : own.stop + 1])
-            relations = relations_of(queries)
-            order = np.argsort(relations, kind="stable")
-            indptr = pointers(relations, store.num_relations)
-            self._pairs[side] = indptr, anchors_of(queries)[order], counts[order]
+            keys = keys_of(relations_of(queries), anchors_of(queries))
+            order = np.argsort(keys)
+            self._pairs[side] = keys[order], counts[order]
+            self._places[side] = np.arange(len(keys))
 
     def pairs(self, side: Side, relation: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the entities of ``rows`` that are there, ascending, and their counts: (M,)."""
-        indptr, entities, counts = self._pairs[side]
-        own = slice(indptr[relation], indptr[relation + 1])
-        return entities[own], counts[own]
+        keys, counts = self._pairs[side]
+        own = slice(*np.searchsorted(keys, np.array([relation, relation + 1]) << 32))
+        return keys[own] & 0xFFFFFFFF, counts[own]
 
-    def within(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return the counts (n,) int64 of the entities [first, stop), which lie in ``rows``."""
-        entities, counts = self.pairs(side, relation)
-        low, high = np.searchsorted(entities, (first, stop))
-        found = np.zeros(stop - first, np.int64)
-        found[entities[low:high] - first] = counts[low:high]
+    def within(self, side: Side, relations: np.ndarray, first: int, stop: int) -> np.ndarray:
+        """Return the counts (B, n) int64 of the entities [first, stop), which lie in ``rows``."""
+        keys, counts = self._pairs[side]
+        ends = (np.searchsorted(keys, keys_of(relations, np.int64(end))) for end in (first, stop))
+        row, place = Ranges(self._places[side], *ends).gathered()
+        found = np.zeros((len(relations), stop - first), np.int64)
+        found[row, (keys[place] & 0xFFFFFFFF) - first] = counts[place]
         return found
 
     def of(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
@@ -93,11 +94,9 @@ class SeenCandidates:
         self._frequencies = frequencies
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool."""
-        return self._frequencies.within(side, relation, first, stop) > 0
+        return self._frequencies.within(side, np.array([relation]), first, stop)[0] > 0
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         return self._frequencies.of(side, relations, entities) > 0
 
 
@@ -132,7 +131,6 @@ class TypedCandidates(SeenCandidates):
         return pairs
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool."""
         allowed = self._allowed[side]
         size = len(self._types.names)
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
@@ -144,7 +142,6 @@ class TypedCandidates(SeenCandidates):
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         which, types = self._types.of(entities)
         allowed, keys = self._allowed[side], relations[which] * len(self._types.names) + types
         are_candidates = super().contain(side, relations, entities)
@@ -161,12 +158,10 @@ class ListedCandidates:
         self._entities = np.unique(entities)
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop) are candidates: (n,) bool."""
         low, high = np.searchsorted(self._entities, (first, stop))
         mask = np.zeros(stop - first, bool)
         mask[self._entities[low:high] - first] = True
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Return whether each entity (B,) is a candidate: (B,) bool."""
         return np.isin(entities, self._entities)

@@ -15,26 +15,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.store import TripleStore, Vocabulary
-from kge_torchrec.distributed.processes import reduced
-from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import DataError
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.blocks import (
-    FETCH_BYTES,
-    SMALLEST,
-    ModelScores,
-    block_height,
-    score_block,
-    scoring,
-)
+from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.ranking.blocks import Queries, Scores
 from kge_torchrec.ranking.ranks import Ranks
-from kge_torchrec.ranking.search import columns
 
+LISTS = 512  # ranked at once
 MISSING = -1  # fills up the rows of lists that are shorter than others
 
 
@@ -70,11 +59,7 @@ class FixedLists:
         return np.asarray(self._lists[side][self.rows_of(triples)], np.int64)
 
     def rows_of(self, triples: np.ndarray) -> list[int]:
-        """Return the rows of the lists that belong to triples (B, 3).
-
-        Raises:
-            DataError: A triple has no list.
-        """
+        """Return the rows of the lists of triples (B, 3); raise DataError as ``of`` does."""
         rows = [self._row.get(tuple(triple), MISSING) for triple in triples.tolist()]
         if MISSING in rows:
             missing = tuple(triples[rows.index(MISSING)].tolist())
@@ -141,17 +126,7 @@ def _load(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _ids(array: np.ndarray, vocabulary: Vocabulary, what: str, lowest: int) -> np.ndarray:
-    """Return ids of an array of labels or ids.
-
-    Args:
-        array: Text or integers of any shape.
-        vocabulary: The labels of the store.
-        what: The file and the array, for messages.
-        lowest: The lowest id; ``MISSING`` where rows may end early.
-
-    Raises:
-        DataError: A label is unknown, or an id is out of range.
-    """
+    """Return the ids of an array of labels, or of ids from ``lowest`` on; ``what`` names it."""
     if array.dtype.kind == "U":
         labels = pa.array(array.ravel(), pa.large_string())
         ids = pc.index_in(labels, value_set=vocabulary.array).fill_null(MISSING).to_numpy()
@@ -172,78 +147,33 @@ def _ids(array: np.ndarray, vocabulary: Vocabulary, what: str, lowest: int) -> n
 
 
 def rank_among_lists(
-    scorer: Scorer,
-    shard: EntityShard,
-    triples: Tensor | np.ndarray,
+    scores: Scores,
+    triples: np.ndarray,
     lists: FixedLists,
     progress: Callable[[int], object] = lambda queries: None,
 ) -> Ranks:
-    """Rank the true head and tail of every triple among its list. Collective.
+    """Rank the true head and tail of triples (T, 3) among their lists, as ``rank_triples`` does.
 
-    Every rank scores the candidates that it holds. A NaN counts against the model, as in
-    ``rank_triples``.
-
-    Args:
-        scorer: The scorer.
-        shard: The entity rows of this rank.
-        triples: (T, 3) int64 head, relation, tail; the same on every rank.
-        lists: The candidates.
-        progress: Called with the number of queries since the last call.
+    Collective; ``progress`` is called with the number of queries since the last call.
     """
-    triples, ranks, sizes = torch.as_tensor(triples, dtype=torch.int64), Ranks({}, {}), []
-    fetched = max(1, FETCH_BYTES // (4 * shard.dim * SMALLEST)) * SMALLEST
+    ranks, sizes = Ranks({}, {}), []
     for side in SIDES:
-        true = ModelScores(scorer, shard).of(triples, side)
-        size = np.zeros(len(triples), np.int64)
-        less, equal = torch.zeros(2, len(triples), dtype=torch.int64, device=shard.device)
-        for start in range(0, len(triples), fetched):
-            anchors = triples[start : start + fetched, columns(side)[0]]
-            rows = shard.fetch(anchors.to(shard.device))
-            for row, first in enumerate(range(start, start + len(rows), SMALLEST)):
-                part = slice(first, first + SMALLEST)  # a block has the candidates of all of them
-                ids = lists.of(side, triples[part].numpy())
-                size[part] = (ids != MISSING).sum(1)
-                relation = triples[part, 1].to(shard.device)
-                queries = rows[row * SMALLEST : (row + 1) * SMALLEST], relation, side
-                _count(scorer, shard, queries, ids, true[part], less[part], equal[part])
-                progress(len(ids))
-        less, equal = reduced(torch.stack([less, equal]))
-        ranks.pessimistic[side] = 1 + size - less.cpu().numpy()
-        ranks.optimistic[side] = ranks.pessimistic[side] - equal.cpu().numpy()
+        less, equal, size = np.zeros((3, len(triples)), np.int64)
+        for first in range(0, len(triples), LISTS):
+            part = slice(first, first + LISTS)
+            queries, answers = Queries.of(triples[part], side)
+            ids = lists.of(side, triples[part])
+            found = scores.of(queries, np.append(answers, ids, 1)).cpu().numpy()
+            true, others, is_there = found[:, :1], found[:, 1:], ids != MISSING
+            less[part] = ((others < true) & is_there).sum(1)
+            equal[part] = ((others == true) & is_there).sum(1)
+            size[part] = is_there.sum(1)
+            progress(len(ids))
+        ranks.pessimistic[side] = 1 + size - less
+        ranks.optimistic[side] = ranks.pessimistic[side] - equal
         sizes.append(size)
     every = np.concatenate(sizes)
     ranks.candidates.update(
         restricted_to=lists.label, kind="fixed", per_query=[int(every.min()), int(every.max())]
     )
     return ranks
-
-
-def _count(
-    scorer: Scorer,
-    shard: EntityShard,
-    queries: tuple[Tensor, Tensor, Side],
-    ids: np.ndarray,
-    true: Tensor,
-    less: Tensor,
-    equal: Tensor,
-) -> None:
-    """Add how many of the candidates (B, m) on this rank are below and equal to true scores (B,).
-
-    The queries are anchor rows (B, D), relations (B,) and the side.
-    """
-    anchor, relation, side = queries
-    first, stop = shard.row_range
-    query, column = np.nonzero((ids >= first) & (ids < stop))
-    distinct, place = np.unique(ids[query, column] - first, return_inverse=True)
-    height = block_height(len(ids), shard.device)
-    with scoring(scorer):
-        for start in range(0, len(distinct), height):
-            rows = shard.own(torch.from_numpy(distinct[start : start + height]).to(shard.device))
-            block = score_block(scorer, anchor, relation, rows, side)
-            inside = (place >= start) & (place < start + height)
-            row, col = (
-                torch.from_numpy(x[inside]).to(shard.device) for x in (query, place - start)
-            )
-            scores = block[row, col]
-            less.index_add_(0, row, (scores < true[row]).long())
-            equal.index_add_(0, row, (scores == true[row]).long())

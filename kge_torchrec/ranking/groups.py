@@ -2,19 +2,17 @@
 
 No query is ranked again. Each query has a group, and its metrics are means over the ranks.
 
-Shapes: T triples, G groups, N entities, R relations.
+Shapes: T triples, G groups.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kge_torchrec.config.checks import one_of
 from kge_torchrec.data import RELATION, answer_column
 from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
@@ -25,13 +23,10 @@ from kge_torchrec.tables import cut, table
 
 THRESHOLD = 1.5  # mean entities from which a side is "N" (Bordes et al. 2013)
 CATEGORIES = ("1-1", "1-N", "N-1", "N-N")
-UNSEEN = len(CATEGORIES)  # the category of a relation without a training triple
 LINES = 30  # groups in a table
-# Columns of the table: a side of the triple and the value to show.
-_CELLS = [
-    ("both", "queries"), ("both", "mrr"),
-    ("head", "mrr"), ("head", "hits@10"), ("tail", "mrr"), ("tail", "hits@10"),
-]  # fmt: skip
+_OF_RANKS = (
+    ("both", "mrr"), ("head", "mrr"), ("head", "hits@10"), ("tail", "mrr"), ("tail", "hits@10"),
+)  # fmt: skip
 _OF_LISTS = ("recall", "ndcg", "hit_rate", "listed", "coverage")
 _WIDEST = 48  # characters per label
 
@@ -57,8 +52,20 @@ def by_relation(store: TripleStore, triples: np.ndarray) -> Grouping:
 
 
 def by_category(store: TripleStore, triples: np.ndarray) -> Grouping:
-    """Group by the category of the relation in train: 1-1, 1-N, N-1 or N-N (Bordes et al. 2013)."""
-    groups = categories(cardinalities(store))[triples[:, 1]]
+    """Group by the category of the relation in train: 1-1, 1-N, N-1 or N-N.
+
+    A relation is 1-N if it links a head to at least 1.5 tails on average, but a tail to fewer
+    heads (Bordes et al. 2013, Translating Embeddings).
+    """
+    relations = store.num_relations
+    count, pairs = id_counts(store.train[:, RELATION], relations), {}
+    for side in SIDES:
+        pairs[side] = np.zeros(relations, np.int64)
+        for queries in chunks(store.side_index("train", side).queries):
+            pairs[side] += np.bincount(relations_of(queries), minlength=relations)
+    many_tails, many_heads = (count >= THRESHOLD * pairs[side] for side in ("tail", "head"))
+    place = np.where(count, 2 * many_heads + many_tails, len(CATEGORIES))
+    groups = place[triples[:, 1]]
     about = (
         "category of the relation in train (Bordes et al. 2013): N where it links an entity with "
         "1.5 or more on that side on average; heads-tails"
@@ -86,16 +93,6 @@ GROUPINGS = {
     "frequency": by_frequency,
     "popularity": by_frequency,  # the word for items
 }
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Check the names of groupings.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
-    for name in names:
-        one_of("by", name, tuple(GROUPINGS))
 
 
 def grouped(ranks: Ranks, grouping: Grouping) -> dict[str, Any]:
@@ -145,84 +142,29 @@ def _metrics(sums: dict[Any, np.ndarray], place: int) -> dict[str, Any]:
     return means
 
 
-def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
-    """Count the training triples of each relation, and the entities that it links on average.
-
-    Returns:
-        "triples" (R,) int64; the means "heads_per_tail" and "tails_per_head" (R,) float64, NaN for
-        relations without a training triple.
-    """
-    relations = store.num_relations
-    pairs, triples = {}, id_counts(store.train[:, RELATION], relations)
-    for side in ("tail", "head"):
-        pairs[side] = np.zeros(relations, np.int64)
-        for queries in chunks(store.side_index("train", side).queries):
-            pairs[side] += np.bincount(relations_of(queries), minlength=relations)
-    with np.errstate(invalid="ignore"):  # 0 / 0 of unseen relations
-        return {
-            "triples": triples,
-            "tails_per_head": triples / pairs["tail"],
-            "heads_per_tail": triples / pairs["head"],
-        }
-
-
-def categories(means: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the index in ``CATEGORIES`` of each relation, or ``UNSEEN``: (R,) int8.
-
-    A relation is 1-N if it links a head to at least 1.5 tails on average, but a tail to fewer
-    heads (Bordes et al. 2013, Translating Embeddings).
-
-    Args:
-        means: The result of ``cardinalities``.
-    """
-    many_tails = means["tails_per_head"] >= THRESHOLD
-    many_heads = means["heads_per_tail"] >= THRESHOLD
-    place = (2 * many_heads + many_tails).astype(np.int8)
-    place[means["triples"] == 0] = UNSEEN
-    return place
-
-
 def groups_table(name: str, results: dict[str, Any]) -> str:
-    """Return a table of the realistic metrics of head and tail prediction, one line per group.
+    """Return the result of ``grouped`` or ``grouped_recommendations`` as a table.
 
-    For recommendations it has the metrics of the longest lists. The table fits the terminal, or 80
-    columns without one.
-
-    Args:
-        name: The name of the grouping.
-        results: The result of ``grouped`` or ``grouped_recommendations``.
+    Of ranks, it has the realistic metrics; of recommendations, the metrics of the longest lists.
+    The table fits the terminal, or 80 columns without one.
     """
-    shown, columns = results["groups"][:LINES], _columns(results)
-    rows = [
-        {
-            name: cut(group["group"], _WIDEST),
-            **{f"{side}\n{column}": _cell(group, side, column) for side, column in columns},
-        }
-        for group in shown
-    ]
+    groups = results["groups"]
+    rows = [{name: cut(group["group"], _WIDEST), **_cells(group)} for group in groups[:LINES]]
     lines = [
         f"by {name}: {results['about']}; {ranked_among(results['total'])}",
         table(rows, width=shutil.get_terminal_size().columns),
     ]
-    if len(results["groups"]) > LINES:
-        lines.append(f"and {len(results['groups']) - LINES:,} more groups, in --format json")
+    if len(groups) > LINES:
+        lines.append(f"and {len(groups) - LINES:,} more groups, in --format json")
     return "\n".join(lines)
 
 
-def _columns(results: dict[str, Any]) -> list[tuple[str, str]]:
-    if "recommendation" not in results["total"]:
-        return _CELLS
-    names = results["total"]["recommendation"]
-    longest = max(int(name[7:]) for name in names if name.startswith("recall@"))
-    return [("", "answers"), *((f"@{longest}", name) for name in _OF_LISTS)]
-
-
-def _cell(group: dict[str, Any], side: str, column: str) -> float | None:
-    lists = group.get("recommendation")
-    if lists is not None:
-        value: float | None = lists.get(f"{column}{side}")
-    elif column == "queries":
-        value = group[side]["queries"]
-    else:
-        value = group[side].get("realistic", {}).get(column)
-    return value
+def _cells(group: dict[str, Any]) -> dict[str, float | None]:
+    """Return the values of a group by the heading of their column."""
+    if lists := group.get("recommendation"):
+        longest = max(int(name[7:]) for name in lists if name.startswith("listed@"))
+        of_lists = {f"\n{metric}": lists.get(f"{metric}@{longest}") for metric in _OF_LISTS}
+        return {"\nanswers": lists["answers"]} | of_lists
+    means = {side: group[side].get("realistic", {}) for side, _ in _OF_RANKS}
+    of_ranks = {f"{side}\n{metric}": means[side].get(metric) for side, metric in _OF_RANKS}
+    return {"both\nqueries": group["both"]["queries"]} | of_ranks

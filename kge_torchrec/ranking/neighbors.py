@@ -25,7 +25,6 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import Queries, Scores
-from kge_torchrec.ranking.search import columns
 
 NEIGHBORS = 100  # similar items per item, RecBole's default
 PAIRS = 2 * 10**10  # pairs of items of one user that are visited at most: half a minute
@@ -80,10 +79,12 @@ class NeighborScores(Scores):
             firsts = np.full(len(anchors), first)
             yield first, self._sums(anchors, relations, firsts, stop - first)
 
-    def of(self, triples: Tensor, side: Side) -> Tensor:
-        anchor, answer = columns(side)
-        anchors, relations, answers = triples[:, [anchor, 1, answer]].T.numpy()
-        return reduced(self._sums(anchors, relations, answers, 1)[:, 0])  # one rank has the answer
+    def of(self, queries: Queries, entities: np.ndarray) -> Tensor:
+        anchors, relations = (
+            x.numpy().repeat(entities.shape[1]) for x in (queries.anchors, queries.relations)
+        )
+        sums = self._sums(anchors, relations, entities.ravel(), 1)
+        return reduced(sums).view(entities.shape)  # one rank has the entity
 
     def _sums(
         self, anchors: np.ndarray, relations: np.ndarray, firsts: np.ndarray, width: int
@@ -112,16 +113,8 @@ def similar_items(
     """Return the k items with the largest cosine to each of the items from start to stop - 1.
 
     They are ids, -1 where there are fewer, and cosines (stop - start, k). Of equal cosines, the
-    items with the smaller numbers are taken.
-
-    Args:
-        items_at: (V + 1,), where the items of each user start in ``items``.
-        items: (T,), the items of the users.
-        users_at: (I + 1,), where the users of each item start in ``users``.
-        users: (T,), the users of the items.
-        start: The first item.
-        stop: The item behind the last one.
-        k: The number of similar items.
+    items with the smaller numbers are taken. ``items`` (T,) are those of each user, from
+    ``items_at`` (V + 1,) on, and ``users`` (T,) those of each item, from ``users_at`` (I + 1,) on.
     """
     count = len(users_at) - 1
     ids = np.full((stop - start, k), -1, np.int32)
@@ -174,15 +167,9 @@ def add_cosines(
 ) -> None:
     """Add the cosines of each user's items to the sums of the entities that are similar to them.
 
-    Args:
-        users: (B,), the user of each query, -1 for one without items.
-        firsts: (B,), the first entity of each query.
-        items_at: (V + 1,), where the items of each user start in ``items``.
-        items: (T,), the items of the users.
-        lists_at: (I + 1,), where the entities start in ``listed`` that an item is similar to.
-        listed: (M,), these entities, ascending for each item.
-        cosines: (M,) float32, their cosines.
-        sums: (B, n) float64.
+    A query has a user, -1 for one without items, and sums (B, n) float64 of the entities from
+    ``firsts`` (B,) on. ``listed`` (M,) are the entities that each item is similar to, ascending,
+    from ``lists_at`` (I + 1,) on.
     """
     for query in range(len(users)):
         user, first = users[query], firsts[query]

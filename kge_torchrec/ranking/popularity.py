@@ -3,7 +3,7 @@
 Baselines know nothing of embeddings. The engine ranks them as it ranks the model: among the same
 candidates, with the same filter and the same rule for ties.
 
-Shapes: B queries, n entities of a block, T triples.
+Shapes: B queries, n entities of a block, m entities per query.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.data import answer_column
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import SIDES, Side
-from kge_torchrec.ranking.blocks import Queries, Scores, by_relation
+from kge_torchrec.ranking.blocks import Queries, Scores
 from kge_torchrec.ranking.candidates import Frequencies
-from kge_torchrec.ranking.fixed import MISSING, FixedLists
-from kge_torchrec.ranking.ranks import Ranks
 
 FREQUENT, POPULAR, KNN = "most frequent", "most popular", "item-kNN"  # names of baselines
-LISTS = 512  # fixed lists at once
 
 
 class FrequentScores(Scores):
@@ -34,17 +29,16 @@ class FrequentScores(Scores):
         self.frequencies = frequencies
 
     def blocks(self, queries: Queries, block_bytes: int | None) -> Iterator[tuple[int, Tensor]]:
-        count = len(queries.relations)
-        for first, stop in self._ranges(count, block_bytes):
-            scores = torch.empty(count, stop - first, device=self.shard.device)
-            for relation, rows in by_relation(scores, queries.relations):
-                counts = self.frequencies.within(queries.side, relation, first, stop)
-                rows[:] = self._tensor(counts)
-            yield first, scores
+        relations, sizes = queries.relations.unique_consecutive(return_counts=True)
+        for first, stop in self._ranges(len(queries.relations), block_bytes):
+            counts = self.frequencies.within(queries.side, relations.numpy(), first, stop)
+            each = zip(self._tensor(counts).split(1), sizes.tolist(), strict=True)
+            yield first, torch.cat([row.expand(size, -1) for row, size in each])
 
-    def of(self, triples: Tensor, side: Side) -> Tensor:
-        relations, answers = triples[:, [1, answer_column(side)]].T.numpy()
-        return self._tensor(self.frequencies.of(side, relations, answers))
+    def of(self, queries: Queries, entities: np.ndarray) -> Tensor:
+        relations = np.broadcast_to(queries.relations.numpy()[:, None], entities.shape)
+        pairs = relations.ravel(), entities.ravel().clip(0)
+        return self._tensor(self.frequencies.of(queries.side, *pairs).reshape(entities.shape))
 
     def _tensor(self, counts: np.ndarray) -> Tensor:
         return torch.from_numpy(counts.astype(np.float32)).to(self.shard.device)
@@ -67,26 +61,8 @@ class NovelScores(FrequentScores):
         for (first, scores), (_, penalty) in blocks:
             yield first, scores - penalty
 
-    def of(self, triples: Tensor, side: Side) -> Tensor:
-        return self.scores.of(triples, side) - super().of(triples, side)
+    def of(self, queries: Queries, entities: np.ndarray) -> Tensor:
+        return self.scores.of(queries, entities) - super().of(queries, entities)
 
     def _tensor(self, counts: np.ndarray) -> Tensor:
         return super()._tensor(self.weight * np.log1p(counts))
-
-
-def frequent_among_lists(frequencies: Frequencies, triples: np.ndarray, lists: FixedLists) -> Ranks:
-    """Rank triples (T, 3) by ``FrequentScores`` among fixed lists, as ``rank_among_lists`` does."""
-    ranks = Ranks({}, {})
-    for side in SIDES:
-        pessimistic, optimistic = np.empty((2, len(triples)), np.int64)
-        own = frequencies.of(side, triples[:, 1], triples[:, answer_column(side)])
-        for first in range(0, len(triples), LISTS):
-            part = slice(first, first + LISTS)
-            ids = lists.of(side, triples[part])
-            relations = np.broadcast_to(triples[part, 1:2], ids.shape)
-            counts = frequencies.of(side, relations.ravel(), np.maximum(ids, 0).ravel())
-            counts = np.where(ids == MISSING, -1, counts.reshape(ids.shape))
-            optimistic[part] = 1 + (counts > own[part, None]).sum(1)
-            pessimistic[part] = 1 + (counts >= own[part, None]).sum(1)
-        ranks.optimistic[side], ranks.pessimistic[side] = optimistic, pessimistic
-    return ranks

@@ -69,7 +69,6 @@ def rank_triples(
         scores: The scores.
         triples: (T, 3) int64 head, relation, tail; the same on every rank.
         known: Triples to remove from the candidates, except the true one. None ranks unfiltered.
-            For validation, the caller leaves the test triples out.
         options: The candidates, and the pieces of the computation.
 
     Raises:

@@ -95,13 +95,8 @@ def recommend(
 ) -> Recommendations:
     """Rank the answers of every user and list the user's k best candidates. Collective.
 
-    Args:
-        scores: The scores.
-        triples: (A, 3) int64 head, relation, tail, at least one; the same on every rank.
-        known: Triples whose answers are not recommended.
-        k: The length of the lists; 0: none.
-        options: The candidates, and the pieces of the ranking.
-        side: The side to recommend.
+    The answers are those of triples (A, 3) int64 on a side, at least one, the same on every rank.
+    Answers of ``known`` are not recommended. Without lists, k is 0.
     """
     triples, candidates, shard = np.asarray(triples, np.int64), options.candidates, scores.shard
     counts = compare(scores, triples, side, known, options, min(k, shard.num_entities))
@@ -191,10 +186,7 @@ def grouped_recommendations(
     the lists: "listed@k" is the share of all list entries that belong to the group, and
     "coverage@k" the share of all candidates that these entries are.
 
-    Args:
-        ranked: The recommendations.
-        cutoffs: The k of the metrics.
-        grouping: The group of each answer and of each triple of ``listed``: (A + U * k,).
+    The grouping has the group of each answer and of each triple of ``listed``: (A + U * k,).
 
     Returns:
         {"about", "total": the result of ``recommendation_metrics``, "groups": [{"group": label,

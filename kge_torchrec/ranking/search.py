@@ -54,17 +54,11 @@ def allowed_scores(
 def top_k(
     scores: Scores, queries: Queries, k: int, exclude: Answers | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k best entities of each query, the same on every rank. Collective.
+    """Return the k best entities of each query, without answers to ``exclude``. Collective.
 
-    Args:
-        scores: The scores.
-        queries: The queries, the same on every rank.
-        k: The number of answers.
-        exclude: Answers of the B queries to leave out, such as the known ones.
-
-    Returns:
-        Scores (B, k) float32, best first, and ids (B, k) int64. Equal scores come in order of id;
-        NaN counts as -inf. Missing answers have score -inf and id -1.
+    The queries are the same on every rank, and so are the results: scores (B, k) float32, best
+    first, and ids (B, k) int64. Equal scores come in order of id; NaN counts as -inf. Missing
+    answers have score -inf and id -1.
 
     Raises:
         ValueError: ``k`` is below 1.
@@ -133,19 +127,13 @@ def compare(
 ) -> Counts:
     """Compare answers with the candidates of their queries, and list the k best. Collective.
 
-    Args:
-        scores: The scores.
-        triples: (M, 3) int64, the same on every rank.
-        side: The side that the answers are on.
-        known: Triples whose answers do not compete. None: there are none.
-        options: The candidates, and the pieces of the computation.
-        k: The length of the lists. With lists, the answers do not compete with each other. None:
-            there are no lists.
+    The answers are those of triples (M, 3) int64 on a side, the same on every rank. Answers of
+    ``known`` do not compete; with lists (k is not None), nor do the answers with each other.
     """
     anchor, answer = columns(side)
     order, starts = by_query(triples, side)
     triples, bounds = triples[order], np.append(starts, len(triples))
-    true = scores.of(torch.from_numpy(triples), side).clamp(max=LARGEST)
+    true = scores.of(*Queries.of(triples, side))[:, 0].clamp(max=LARGEST)
     counts = torch.empty(3, len(triples), dtype=torch.int64, device=scores.shard.device)
     lists = np.empty((len(starts), k or 0), np.int64)
     is_inside, is_known = np.ones(len(triples), bool), np.zeros(len(triples), bool)
@@ -230,10 +218,7 @@ def _best_of_ranks(best: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 def _contenders(scores: Tensor, first: int, best: Tensor) -> Tensor:
     """Return the keys (B, c) of the scores (B, n) of a block that can be among the k best.
 
-    Args:
-        scores: The scores of entities ``first`` to ``first`` + n - 1; NaN is no answer.
-        first: The id of the first entity.
-        best: (B, k), the best keys of each query so far, in descending order.
+    ``best`` (B, k) are the best keys of each query so far, in descending order.
     """
     k, least = best.shape[1], _unpack(best[:, -1])[0]
     if k < scores.shape[1] and bool(least.isneginf().any()):  # such as in the first block

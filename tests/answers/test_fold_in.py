@@ -136,50 +136,38 @@ PROBLEMS = [
 def test_wrong_facts_are_named(run, facts, message):
     with pytest.raises(DataError, match=message):
         run.fold_in(FACTS[:1] * bool(facts) + facts)
-
-
-def test_labels_without_facts_stay_unknown(run):
     with pytest.raises(UnknownLabelError, match="nobody"):
         run.fold_in(FACTS).predict("nobody", "r0")
 
 
 def test_verbs_take_files_of_facts(trained, run, tmp_path, capsys):
-    facts = tmp_path / "facts.tsv"
+    facts, queries = tmp_path / "facts.tsv", tmp_path / "queries.tsv"
     facts.write_text("".join("\t".join(triple) + "\n" for triple in FACTS + OTHERS))
-    command = ["predict", str(trained[0]), "--head", "new", "--relation", "r0", "--top", "3"]
-    assert main([*command, "--facts", str(facts), "--format", "tsv"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+
+    def column(name, *command):
+        assert main([*map(str, command), "--format", "tsv"]) == 0
+        header, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+        return [row[header.index(name)] for row in rows]
+
+    verb = "predict", trained[0], "--facts", facts
     expected = [one.label for one in run.fold_in(FACTS).predict("new", "r0", k=3)]
-    assert [line.split("\t")[1] for line in lines[1:]] == expected
-    heads = tmp_path / "heads.txt"
-    heads.write_text("new\nalso\ne4\n")
-    command = [
-        "recommend",
-        str(trained[0]),
-        "--heads",
-        str(heads),
-        "--relation",
-        "r0",
-        "--top",
-        "2",
-    ]
-    assert main([*command, "--head-facts", str(facts), "--format", "tsv", "--exclude-known"]) == 0
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[3] for row in rows] == ["new", "new", "also", "also", "e4", "e4"]
+    query = "--head", "new", "--relation", "r0", "--top", 3
+    assert column("label", *verb, *query) == expected
+    queries.write_text("new\nalso\ne4\n")
+    verb_of_heads = ["recommend", trained[0], "--heads", queries, "--head-facts", facts]
+    rows = column("tail", *verb_of_heads, "--relation", "r0", "--top", 2, "--exclude-known")
     own = run.fold_in(OTHERS).recommend("also", "r0", 2, exclude_known=True)
-    assert [row[5] for row in rows[2:4]] == [one.label for one in own]
-    queries = tmp_path / "queries.tsv"
+    assert len(rows) == 6 and rows[2:4] == [one.label for one in own]
     queries.write_text("new\tr0\t?\n?\tr2\tnew\n")
-    assert main(["predict", str(trained[1]), "--queries", str(queries), "--facts", str(facts)]) == 0
-    verb = ["predict", str(trained[0]), "--facts", str(facts)]
+    assert column("asked", "predict", trained[1], "--queries", queries, "--facts", facts)
     queries.write_text("e4\tr0\t?\n?\tr2\te5\n")
     unused = "facts have no effect: no query has an entity of theirs"
-    for arguments, words in (
-        ([*verb, "--relation", "r0"], "no effect on new links"),
-        ([*verb, "--relation", "r0", "--head", "e4"], unused),
-        ([*verb, "--queries", str(queries), "-o", str(tmp_path / "out")], unused),
+    for options, words in (
+        (["--relation", "r0"], "no effect on new links"),
+        (["--relation", "r0", "--head", "e4"], unused),
+        (["--queries", queries, "-o", tmp_path / "out"], unused),
     ):
-        assert main(arguments) == 1 and words in capsys.readouterr().err
+        assert main([*map(str, (*verb, *options))]) == 1 and words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -210,16 +198,6 @@ def test_many_queries_may_name_new_entities(run):
     listed = run.fold_in(facts).recommend(heads, "r0", 5)
     single = run.fold_in(facts).recommend("also", "r0", 5)
     assert listed["tail"].to_pylist()[-len(single) :] == [one.label for one in single]
-
-
-def test_a_resumed_run_answers_like_one_that_never_stopped(tmp_path):
-    store = tiny_store(tmp_path / "store")
-    with api.train(config_of(store.path, tmp_path / "whole", train__epochs=2)) as whole:
-        expected = whole.fold_in(FACTS).predict("new", "r0", k=40)
-    with api.train(config_of(store.path, tmp_path / "part", train__epochs=1)) as part:
-        assert part.fold_in(FACTS).predict("new", "r0", k=40) != expected
-    with api.resume(tmp_path / "part", {"train.epochs": 2}) as resumed:
-        assert resumed.fold_in(FACTS).predict("new", "r0", k=40) == expected
 
 
 def test_a_run_with_features_takes_no_features_of_new_entities(tmp_path):

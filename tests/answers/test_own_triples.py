@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
-from training_runs import evaluate
 
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
@@ -90,17 +87,9 @@ def test_invalid_triples_are_rejected(run, tmp_path):
         run.evaluate([("e1", "r0", "e2")])
 
 
-def test_evaluate_ranks_a_file_of_triples(run, own, tmp_path, capsys):
+def test_evaluate_prints_how_many_triples_are_known(run, own, tmp_path, capsys):
     file = tmp_path / "own.tsv"
     file.write_text("".join("\t".join(triple) + "\n" for triple in own))
-    expected = run.evaluate(triples=own)
-    assert evaluate(run.path, triples=file) == expected
-    run.close()
-    assert main(["evaluate", str(run.path), "--triples", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == expected
     assert main(["evaluate", str(run.path), "--triples", str(file)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"3 triples of {file}; of them 1 in train, 0 in valid, 0 in test"
-    file.write_text("e1\tr0\tnobody\n")
-    assert main(["evaluate", str(run.path), "--triples", str(file)]) == 1
-    assert f"kge-torchrec: {file}:1: unknown entity 'nobody'" in capsys.readouterr().err

@@ -62,13 +62,8 @@ def on_ranks(path, export, folder):
                 work()
             except (OSError, ValueError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
-        try:
-            import sklearn  # noqa: F401
-        except ImportError:
-            curves = None
-        else:
-            curves = run.calibrate().curves
-            assert run.predict("e1", "r0")[0].probability is not None
+        curves = run.calibrate().curves
+        assert run.predict("e1", "r0")[0].probability is not None
         single = load_model(export).predict("e1", "r0", k=5)  # which has all rows
     return results, errors, curves, single
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from kge_torchrec.answers.bulk import answer_file
-from kge_torchrec.answers.queries import recommended
-from kge_torchrec.cli import main
+from kge_torchrec.answers.sources import recommended
 from kge_torchrec.errors import DataError, UnknownLabelError
 
 HEADS = ["e1", "e5", "e30"]
@@ -84,35 +81,11 @@ def test_file_of_heads_gets_the_same_answers(run, tmp_path):
     assert "train" in known and None in known
 
 
-def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, capsys):
-    query = ["--head", "e1", "--relation", "r0", "--top", "4"]
-    expected = [x.label for x in run.recommend("e1", "r0", 4, exclude_known=True)]
-    assert main(["recommend", str(trained[0]), *query, "--exclude-known", "--format", "json"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "candidates: tails of the relation in train\n"
-    assert [json.loads(line)["label"] for line in out.splitlines()] == expected
-    assert main(["recommend", str(trained[1]), *query]) == 0
-    out, err = capsys.readouterr()
-    assert err == "candidates: tails of the relation in train\n" and len(out.splitlines()) == 5
-
-    (tmp_path / "heads").write_text("e1\nnobody\ne2\n")
-    bulk = ["--heads", str(tmp_path / "heads"), "--relation", "r0", "-o", str(tmp_path / "out")]
-    assert main(["recommend", str(trained[0]), *bulk, "--top", "2", "--format", "tsv"]) == 1
-    err = capsys.readouterr().err
-    assert "heads:2: unknown entity" in err
-    assert len((tmp_path / "out").read_text().splitlines()) == 5
-
-
 def test_invalid_queries_are_named(run, tmp_path):
-    with pytest.raises(UnknownLabelError, match="unknown entity 'nobody'"):
-        run.recommend("nobody", "r0")
-    with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
-        run.recommend("e1", "likes")
+    """More are in tests/bad_inputs.tsv."""
     (tmp_path / "heads").write_text("e1\n")
     with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
         recommend_file(run, tmp_path / "heads", "likes", tmp_path / "out")
-    with pytest.raises(DataError, match="must be seen, all or a file of labels: no file sene"):
-        run.recommend("e1", "r0", candidates="sene")
     (tmp_path / "items").write_text("e1\nshoe\n")
     with pytest.raises(DataError, match="items:2: unknown entity 'shoe'"):
         run.recommend("e1", "r0", candidates=tmp_path / "items")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from oracle_ranking import dense_scores
-from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
-from worlds import run_world
+from ranking_cases import make_scorer, my_shard, on_every_rank
 
 from kge_torchrec.data import sort
 from kge_torchrec.data.prepare import prepare
@@ -19,7 +18,6 @@ from kge_torchrec.ranking.ranks import metrics, rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
-EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +92,8 @@ def candidates_of(store, rows, kind):
     return SeenCandidates(frequencies) if kind == "seen" else TypedCandidates(frequencies, store)
 
 
-def rank_among(path, kind, scorer, table, edges):
-    store = TripleStore.open(path)
-    shard = my_shard(table, edges)
+def rank_among(path, kind, scorer, table):
+    store, shard = TripleStore.open(path), my_shard(table)
     ranks = rank_triples(ModelScores(scorer, shard), store.test, store.filter_index(),
         RankOptions(candidates=candidates_of(store, shard.row_range, kind),
                     block_bytes=1, batch_size=7),
@@ -123,39 +120,5 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
         for side in SIDES
     }  # fmt: skip
     assert min(outside.values()) > 0 and min(map(len, candidates.values())) < store.num_entities
-    arguments = (store.path, kind, scorer, table)
-    for world_size, edges in EDGES.items():
-        edges = [min(edge, store.num_entities) for edge in edges]
-        for results in run_world(world_size, rank_among, *arguments, edges):
-            assert results == (expected, outside)
-
-
-def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
-    """Entities that are no candidates are not counted, even if the true score is minus infinity."""
-    candidates = candidates_of(store, (0, store.num_entities), "seen")
-    for value in (-torch.inf, torch.nan):
-        table = torch.full((store.num_entities, 1), value)
-        ranks = rank_triples(
-            ModelScores(ColumnScorer(), whole(table)),
-            store.test.astype(int),
-            None,
-            RankOptions(candidates=candidates),
-        )
-        expected = oracle_of_equal(store, value)
-        for side in SIDES:
-            assert ranks.pessimistic[side].tolist() == expected[side]
-
-
-def oracle_of_equal(store, value) -> dict:
-    """Pessimistic ranks where everybody has the same score: the number of candidates, or N."""
-    results = {}
-    for side, column in (("head", 0), ("tail", 2)):
-        in_train: dict[int, set] = {}
-        for row in store.train.tolist():
-            in_train.setdefault(row[1], set()).add(row[column])
-        results[side] = [
-            len(in_train[row[1]])
-            if row[column] in in_train[row[1]] and value == value else store.num_entities
-            for row in store.test.tolist()
-        ]  # fmt: skip
-    return results
+    for results in on_every_rank(rank_among, store.path, kind, scorer, table):
+        assert results == (expected, outside)

@@ -12,10 +12,10 @@ from ranking_cases import (
     make_known,
     make_scorer,
     my_shard,
+    on_every_rank,
     random_triples,
     whole,
 )
-from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
@@ -24,7 +24,6 @@ from kge_torchrec.ranking.ranks import metrics, rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
 N, R, D, T = 300, 3, 16, 100
-EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}  # uneven, one empty, one of one row
 TRIPLES = random_triples(T, N, R, seed=1)
 # Few anchors, so that a query has many known answers; test triples are known as well.
 KNOWN = np.concatenate([random_triples(2000, N, R, seed=2).numpy() % [9, R, N], TRIPLES])
@@ -39,10 +38,9 @@ def duplicated_table(seed=3):
     return distinct[torch.randperm(N, generator=generator) % len(distinct)]
 
 
-def rank_on_my_shard(scorer, table, edges, triples, known, kwargs):
-    shard = my_shard(table, edges)
-    known = None if known is None else make_known(known, len(table), R)
-    return as_lists(rank_triples(ModelScores(scorer, shard), triples, known, RankOptions(**kwargs)))
+def rank_on_my_shard(scorer, table, triples, known):
+    known, options = make_known(known, len(table), R), RankOptions(block_bytes=1, batch_size=64)
+    return as_lists(rank_triples(ModelScores(scorer, my_shard(table)), triples, known, options))
 
 
 def as_lists(ranks):
@@ -61,13 +59,8 @@ def test_ranks_match_the_oracle_on_every_world_size(name):
     torch.set_num_threads(1)  # as the ranks have, so that queries round alike
     expected = oracle(scorer, table, QUERIES, KNOWN.tolist())
     torch.set_num_threads(threads)
-    for world_size, edges in EDGES.items():
-        kwargs = {"block_bytes": 1, "batch_size": 64}
-        results = run_world(
-            world_size, rank_on_my_shard, scorer, table, edges, QUERIES, KNOWN, kwargs
-        )
-        for result in results:
-            assert result == expected
+    for result in on_every_rank(rank_on_my_shard, scorer, table, QUERIES, KNOWN):
+        assert result == expected
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -92,13 +85,6 @@ def test_scores_do_not_depend_on_blocks(name):
             for start, stop in ((0, 1), (3, 20), (5, 70), (1, 700), (650, 700)):
                 part = score_block(scorer, anchor, relation, table[start:stop], "tail")
                 assert torch.equal(part, expected[:, start:stop])
-
-
-def test_ranking_works_with_fewer_entities_than_ranks():
-    table, scorer = torch.randn(1, D), make_scorer("distmult", R, D)
-    triples, edges = torch.zeros(5, 3, dtype=torch.int64), [0, 0, 1]
-    for result in run_world(2, rank_on_my_shard, scorer, table, edges, triples, None, {}):
-        assert result == {side: ([1] * 5, [1] * 5) for side in SIDES}
 
 
 @pytest.mark.parametrize(
@@ -148,16 +134,6 @@ def test_constant_scorer_ranks_like_chance():
     assert realistic["mr"] == (entities + 1) / 2
     assert realistic["mrr"] == pytest.approx(2 / (entities + 1))
     assert realistic["hits@10"] == 0
-
-
-def test_minus_infinity_true_score_beats_filtered_answers():
-    """0, 1 and 2 are known answers; 3 and 5 tie with the true 4, a NaN (6) is better."""
-    values = [0.0, 1.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf, torch.nan]
-    triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
-    table = whole(torch.tensor(values)[:, None])
-    known = make_known(known, 7, 1)
-    ranks = rank_triples(ModelScores(ColumnScorer(), table), triples, known)
-    assert as_lists(ranks)["tail"] == ([2], [4])
 
 
 def test_no_score_matrix_exceeds_the_block():

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 import torch
 from oracle_ranking import dense_scores
-from ranking_cases import ColumnScorer, make_scorer, my_shard, random_triples, whole
+from ranking_cases import (
+    ColumnScorer,
+    make_scorer,
+    my_shard,
+    on_every_rank,
+    random_triples,
+    whole,
+)
 from training_runs import config_of, evaluate, tiny_store
-from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
@@ -18,11 +24,11 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking.blocks import ModelScores
 from kge_torchrec.ranking.fixed import MISSING, FixedLists, rank_among_lists, read_lists
 from kge_torchrec.ranking.ranks import Ranks
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
-EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
 KINDS = ("optimistic", "pessimistic")
 
 
@@ -32,11 +38,11 @@ def model(ties: bool = True) -> tuple:
     return scorer, (table[:20].repeat(3, 1) if ties else table)
 
 
-def distinct_triples(count: int) -> torch.Tensor:
-    return torch.from_numpy(np.unique(random_triples(count, ENTITIES, RELATIONS, 3), axis=0))
+def distinct_triples(count: int) -> np.ndarray:
+    return np.unique(random_triples(count, ENTITIES, RELATIONS, 3).numpy(), axis=0)
 
 
-def fixed_lists(triples: torch.Tensor) -> dict:
+def fixed_lists(triples: np.ndarray) -> dict:
     """Repeated candidates, the true answer among them, and rows that end early."""
     random = np.random.default_rng(0)
     lists = {side: random.integers(ENTITIES, size=(len(triples), 9)) for side in SIDES}
@@ -50,45 +56,44 @@ def as_lists(ranks: Ranks) -> dict:
     return {kind: {side: getattr(ranks, kind)[side].tolist() for side in SIDES} for kind in KINDS}
 
 
-def rank_here(scorer, table, triples, lists, edges):
-    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists))
+def rank_here(scorer, table, triples, lists):
+    return as_lists(rank_among_lists(ModelScores(scorer, my_shard(table)), triples, lists))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fixed_lists_rank_as_the_definition_says(world_size):
+def test_fixed_lists_rank_as_the_definition_says():
     (scorer, table), triples = model(), distinct_triples(150)
     ids = fixed_lists(triples)
     expected = {kind: {} for kind in KINDS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for side, column in (("head", 0), ("tail", 2)):
-        scores = dense_scores(scorer, table, triples, side).tolist()
+        scores = dense_scores(scorer, table, torch.from_numpy(triples), side).tolist()
         rows = zip(scores, triples[:, column].tolist(), ids[side].tolist(), strict=True)
         pairs = [([row[e] for e in listed if e >= 0], row[true]) for row, true, listed in rows]
         for kind, beats in (("optimistic", float.__gt__), ("pessimistic", float.__ge__)):
             expected[kind][side] = [1 + sum(beats(s, true) for s in of) for of, true in pairs]
     torch.set_num_threads(threads)
     assert expected["optimistic"] != expected["pessimistic"]
-    lists = FixedLists(triples.numpy(), ids, "a file")
-    for results in run_world(
-        world_size, rank_here, scorer, table, triples, lists, EDGES[world_size]
-    ):
+    lists = FixedLists(triples, ids, "a file")
+    for results in on_every_rank(rank_here, scorer, table, triples, lists):
         assert results == expected
 
 
 def test_blocks_of_candidates_do_not_change_counts(monkeypatch):
     (scorer, table), triples = model(), distinct_triples(150)
-    lists = FixedLists(triples.numpy(), fixed_lists(triples), "a file")
-    expected = as_lists(rank_among_lists(scorer, whole(table), triples, lists))
-    monkeypatch.setattr("kge_torchrec.ranking.fixed.block_height", lambda *_: 7)
-    assert as_lists(rank_among_lists(scorer, whole(table), triples, lists)) == expected
+    lists = FixedLists(triples, fixed_lists(triples), "a file")
+    scores = ModelScores(scorer, whole(table))
+    expected = as_lists(rank_among_lists(scores, triples, lists))
+    monkeypatch.setattr("kge_torchrec.ranking.blocks.block_height", lambda *_: 7)
+    monkeypatch.setattr("kge_torchrec.ranking.fixed.LISTS", 31)
+    assert as_lists(rank_among_lists(scores, triples, lists)) == expected
 
 
 def test_nan_counts_against_the_model_in_lists():
-    triples = torch.tensor([[0, 0, 1], [2, 0, 3]])
-    lists = FixedLists(triples.numpy(), {side: np.array([[4, 5], [4, 5]]) for side in SIDES}, "it")
+    triples = np.array([[0, 0, 1], [2, 0, 3]])
+    lists = FixedLists(triples, {side: np.array([[4, 5], [4, 5]]) for side in SIDES}, "it")
     table = torch.tensor([[1.0], [1.0], [1.0], [torch.nan], [torch.nan], [0.0]])
-    ranks = rank_among_lists(ColumnScorer(), whole(table), triples, lists)
+    ranks = rank_among_lists(ModelScores(ColumnScorer(), whole(table)), triples, lists)
     assert ranks.optimistic["tail"].tolist() == [2, 3]  # behind a NaN; last as a NaN
     assert ranks.pessimistic["tail"].tolist() == [2, 3]
 
@@ -141,6 +146,8 @@ def test_lists_are_ranked_and_labeled(run, file, capsys):
     assert results["both"]["realistic"]["mr"] < evaluate(run)["both"]["realistic"]["mr"]
     with pytest.raises(ConfigError, match=r"evaluation.candidates fixed needs .*candidate-file"):
         evaluate(run, candidates="fixed")
+    with pytest.raises(ConfigError, match="candidate_file has no effect with candidates seen"):
+        evaluate(run, candidates="seen", candidate_file="x.npz")
 
 
 def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys):
@@ -229,8 +236,3 @@ def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
     with pytest.raises(DataError, match="gives candidates twice for the same triple"):
         api.train(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_file_for_other_candidates_is_refused(run):
-    with pytest.raises(ConfigError, match="candidate_file has no effect with candidates seen"):
-        evaluate(run, candidates="seen", candidate_file="x.npz")

@@ -54,11 +54,3 @@ def test_table_shows_realistic_ranks_and_with_ties_all():
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["side", "ties", "mrr", "mr", "hits@1", "hits@3", "hits@10"]
     assert lines[3].split() == ["head", "realistic", "0.5000", "2.2", "0.0000", "1.0000", "1.0000"]
-
-
-def test_table_as_csv_and_latex():
-    text = results_table(metrics(EXAMPLE), "csv").splitlines()
-    assert text[0] == "side,mrr,mr,hits@1,hits@3,hits@10" and text[1].startswith("head,0.5,2.25,")
-    text = results_table(metrics(EXAMPLE), "latex").splitlines()
-    assert text[0] == r"\begin{tabular}{lrrrrr}" and text[-1] == r"\end{tabular}"
-    assert text[4] == r"head & 0.5000 & 2.2 & 0.0000 & 1.0000 & 1.0000 \\"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 
@@ -12,9 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import dense_scores
-from ranking_cases import ColumnScorer, make_known, make_scorer, my_shard, random_triples, whole
+from ranking_cases import (
+    ColumnScorer,
+    make_known,
+    make_scorer,
+    my_shard,
+    on_every_rank,
+    random_triples,
+    whole,
+)
 from training_runs import config_of, evaluate, fit, tiny_store
-from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
@@ -32,7 +38,6 @@ from kge_torchrec.ranking.search import RankOptions
 from kge_torchrec.training.session import validation_triples
 
 N, R, D, K = 60, 3, 8, 7
-EDGES = {1: [0, N], 2: [0, 17, N], 4: [0, 30, 30, 31, N]}  # uneven, one empty, one of one row
 CUTOFFS = (1, 3, K)
 
 
@@ -60,9 +65,9 @@ def case():
     return table, triples, np.concatenate([known, triples[:3]])
 
 
-def on_my_shard(table, edges, triples, known):
+def on_my_shard(table, triples, known):
     """Return the metrics and lists of every side and kind of candidates."""
-    scorer, shard, results = make_scorer("complex", R, D), my_shard(table, edges), {}
+    scorer, shard, results = make_scorer("complex", R, D), my_shard(table), {}
     for side, candidates in CASES:
         options = RankOptions(candidates, block_bytes=1, batch_size=9)
         ranked = recommend(
@@ -73,9 +78,10 @@ def on_my_shard(table, edges, triples, known):
     return results
 
 
-@functools.cache
-def found_on(world_size):
-    return run_world(world_size, on_my_shard, case()[0], EDGES[world_size], *case()[1:])
+@pytest.fixture(scope="module")
+def found():
+    """The results of every rank of several worlds."""
+    return [*on_every_rank(on_my_shard, *case())]
 
 
 def lists_by_definition(scores, triples, known, side, candidates):
@@ -129,24 +135,23 @@ def metrics_by_definition(users, cutoffs, pool):
 
 
 @pytest.mark.parametrize(("side", "candidates"), CASES)
-def test_metrics_match_the_definition_on_every_world_size(side, candidates):
+def test_metrics_match_the_definition_on_every_world_size(found, side, candidates):
     table, triples, known = case()
     scores = dense_scores(make_scorer("complex", R, D), table, torch.from_numpy(triples), side)
     users = lists_by_definition(scores, triples, known, side, candidates)
     expected = metrics_by_definition(users, CUTOFFS, N)
-    for world_size in EDGES:
-        for of_rank in found_on(world_size):
-            results, lists = of_rank[side, candidates is None]
-            stats = results["recommendation"]
-            assert stats.pop("users") == len(users) and stats.pop("answers") == len(triples)
-            assert stats.pop("candidates") == N
-            assert stats == pytest.approx(expected)
-            for row, (of_user, _) in zip(lists, users.values(), strict=True):
-                best = sorted((-s, i) for i, s in enumerate(of_user) if s is not None)[:K]
-                assert row == [i for _, i in best] + [-1] * (K - len(best))
-            if candidates is not None:
-                outside = sum(of[i] is None for of, answers in users.values() for i in answers)
-                assert results["candidates"]["answers_outside"] == {side: outside}
+    for of_rank in found:
+        results, lists = of_rank[side, candidates is None]
+        stats = results["recommendation"]
+        assert stats.pop("users") == len(users) and stats.pop("answers") == len(triples)
+        assert stats.pop("candidates") == N
+        assert stats == pytest.approx(expected)
+        for row, (of_user, _) in zip(lists, users.values(), strict=True):
+            best = sorted((-s, i) for i, s in enumerate(of_user) if s is not None)[:K]
+            assert row == [i for _, i in best] + [-1] * (K - len(best))
+        if candidates is not None:
+            outside = sum(of[i] is None for of, answers in users.values() for i in answers)
+            assert results["candidates"]["answers_outside"] == {side: outside}
 
 
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan])

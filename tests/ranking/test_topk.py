@@ -1,13 +1,18 @@
-import functools
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import dense_scores, oracle_top_k
-from ranking_cases import RANKED, ColumnScorer, answers_of, make_scorer, my_shard, whole
-from worlds import run_world
+from ranking_cases import (
+    RANKED,
+    ColumnScorer,
+    answers_of,
+    make_scorer,
+    my_shard,
+    on_every_rank,
+    whole,
+)
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
@@ -15,7 +20,6 @@ from kge_torchrec.ranking.blocks import ModelScores, Queries
 from kge_torchrec.ranking.search import top_k
 
 N, R, D, B = 200, 3, 8, 20
-EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}
 EXCLUDE = (np.array([0, 0, 0, 3, 19]), np.array([0, 77, 199, 130, 131]))
 
 
@@ -26,10 +30,10 @@ def case(seed=0):
     return table, torch.randint(N, (B,), generator=generator), torch.arange(B) % R
 
 
-def top_k_on_my_shard(table, edges, anchors, relations, k):
+def top_k_on_my_shard(table, anchors, relations, k):
     """Return the top-k of every scorer and side, in small blocks."""
     blocks.CPU_BLOCK_BYTES = 1  # of this process only
-    exclude, shard = answers_of(*EXCLUDE, len(anchors)), my_shard(table, edges)
+    exclude, shard = answers_of(*EXCLUDE, len(anchors)), my_shard(table)
     return {
         (name, side): top_k(
             ModelScores(make_scorer(name, R, D), shard), Queries(anchors, relations, side), k,
@@ -40,23 +44,23 @@ def top_k_on_my_shard(table, edges, anchors, relations, k):
     }  # fmt: skip
 
 
-@functools.cache
-def found_on(world_size):
-    return run_world(world_size, top_k_on_my_shard, case()[0], EDGES[world_size], *case()[1:], 7)
+@pytest.fixture(scope="module")
+def found():
+    """The results of every rank of several worlds."""
+    return [*on_every_rank(top_k_on_my_shard, *case(), 7)]
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", RANKED)
-def test_top_k_matches_the_oracle_on_every_world_size(name, side):
+def test_top_k_matches_the_oracle_on_every_world_size(found, name, side):
     (table, anchors, relations), scorer = case(), make_scorer(name, R, D)
     pairs = set(zip(*(ids.tolist() for ids in EXCLUDE), strict=True))
     expected = oracle_top_k(scorer, table, anchors, relations, side, 7, pairs)
     dense = dense_scores(scorer, table, torch.stack([anchors, relations, anchors], 1), side)
-    for world_size in EDGES:
-        for results in found_on(world_size):
-            scores, ids = results[name, side]
-            assert ids.tolist() == expected
-            torch.testing.assert_close(scores, dense.gather(1, ids))
+    for results in found:
+        scores, ids = results[name, side]
+        assert ids.tolist() == expected
+        torch.testing.assert_close(scores, dense.gather(1, ids))
 
 
 def test_k_above_number_of_entities():
