@@ -1,10 +1,11 @@
-"""A model of random numbers over a small store, to serve."""
+"""A calibrated model of random numbers over a small store, to serve."""
 
 from __future__ import annotations
 
 import torch
 
 from kge_torchrec.answers import AnsweringModel
+from kge_torchrec.answers.calibration import Calibration, Curve
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import build_scorer
@@ -17,4 +18,5 @@ def model_of(store):
     torch.manual_seed(0)
     torch.nn.init.normal_(scorer.relations)
     shard = EntityShard(torch.randn(N, D), 0, N, replicated=True)
-    return AnsweringModel(scorer, shard, store)
+    calibration = Calibration({"tail": Curve(0.1, 0.0)}, {}, 1, "", {})
+    return AnsweringModel(scorer, shard, store, calibration=calibration)

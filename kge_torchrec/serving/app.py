@@ -1,18 +1,16 @@
-"""HTTP endpoints, with the schemas of their replies.
+"""HTTP endpoints.
 
-The endpoints are predict, recommend, score, nearest, labels, health, metrics and a page. FastAPI
-validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx
-status that says what is wrong, or 503 if too many requests are waiting.
+FastAPI validates requests and publishes their schemas as OpenAPI. Every request gets a reply: an
+answer, a 4xx status that says what is wrong, or 503 if too many requests are waiting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pyarrow.compute as pc
 from fastapi import Body, FastAPI, Query, Request
@@ -20,8 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
 from prometheus_fastapi_instrumentator import Instrumentator
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from starlette.concurrency import run_in_threadpool
+from pydantic import Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from kge_torchrec.answers.queries import MEANINGS, Neighbour, Prediction, metric_of
@@ -56,116 +53,15 @@ class LabelsRequest(StrictRequest):
     ] = ""
 
 
-class Scored(BaseModel):
-    """A label with a score; a score that is not a finite number is null."""
-
-    model_config = ConfigDict(extra="allow")
-
-    rank: int
-    label: str
-    score: float | None
-
-    @field_validator("score", mode="before")
-    @classmethod
-    def _finite(cls, value: Any) -> Any:
-        return finite(value)
-
-
-class Answer(Scored):
-    """An answer; ``known`` is the split of the data that holds the completed triple."""
-
-    known: str | None = None
-    probability: Annotated[float | None, Field(description="null unless calibrated")] = None
-
-
-class Answers(BaseModel):
-    """Answers, best first."""
-
-    answers: list[Answer]
-
-
-class Recommended(Answers):
-    """The answers to one head."""
-
-    head: str | int
-    fallback: Annotated[
-        Literal["popular"] | None, Field(description="popular: the model does not have the head")
-    ] = None
-
-
-class Lists(BaseModel):
-    """The answers to each head, in their order."""
-
-    lists: list[Recommended]
-
-
-class Scores(BaseModel):
-    """Scores in the order of the triples; a score that is not a finite number is null."""
-
-    scores: list[float | None]
-
-
-class Neighbours(BaseModel):
-    """Neighbors, nearest first; ``metric`` describes their scores."""
-
-    metric: str
-    neighbours: list[Scored]
-
-
-class Labels(BaseModel):
-    """A range of labels in order of id; ``count`` is the number of all."""
-
-    labels: list[str]
-    count: int
-
-
-class Health(BaseModel):
-    """The state of the server and its model."""
-
-    status: Literal["ok"]
-    model: str
-    scorer: str
-    formula: str
-    dim: int
-    entities: int
-    relations: int
-    answered: Annotated[int, Field(description="queries answered since the start")]
-    batches: Annotated[int, Field(description="passes over the entities that answered them")]
-    max_k: int
-    loaded: Annotated[str, Field(description="when the model was loaded, in UTC")]
-    problem: Annotated[
-        str | None, Field(description="why the model was not replaced by a newer one")
-    ] = None
-
-
-class Problem(BaseModel):
-    """The reason why a request is rejected."""
-
-    detail: str
-
-
-class UnknownName(Problem):
-    """A label or id that the model does not have."""
-
-    kind: Literal["entity", "relation"]
-    name: Annotated[str | int, Field(alias="given")]
-    suggestions: list[str]
-
-
-def finite(value: float) -> float | None:
-    """Return the value, or None if it is not finite, since JSON cannot represent it."""
-    return value if math.isfinite(value) else None
-
-
 _ABOUT = """\
 Answers queries with a trained knowledge-graph embedding. Name an entity or relation by its label;
 the body of a POST may also have its id. No request changes the model.
 """
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    404: {"model": UnknownName, "description": "unknown label or id, with similar labels"},
-    413: {"model": Problem, "description": "request body too large"},
-    422: {"model": Problem, "description": "invalid request"},
-    503: {"model": Problem, "description": "too many requests are waiting"},
+    404: {"description": "unknown label or id, with similar labels"},
+    413: {"description": "request body too large"},
+    422: {"description": "invalid request"},
+    503: {"description": "too many requests are waiting"},
 }
 # The page loads nothing from other servers and sends requests only to this one.
 _PAGE_HEADERS = {
@@ -183,28 +79,19 @@ def create_app(
 ) -> FastAPI:
     """Build the ASGI application of a model, whose name is for display.
 
-    A reply has at most ``max_k`` answers to a query.
-    Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
-    Host header may contain; "*" allows all. This stops DNS rebinding: a page of another site cannot
-    read from the server by pointing its own host name at this machine. ``names`` are readable names
-    by label; if there are any, every answer has a ``name``, empty where its label has none.
+    A reply has at most ``max_k`` answers to a query. ``hosts`` are the names that a Host header may
+    contain; "*" allows all. This stops DNS rebinding: a page of another site cannot read from the
+    server by pointing its own host name at this machine. ``names`` are readable names by label; if
+    there are any, every answer has a ``name``, empty where its label has none.
     """
-    answerer = Answerer(model)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await run_in_threadpool(answerer.close)
-
     app = FastAPI(
-        title=name, description=_ABOUT, lifespan=lifespan, responses=_PROBLEMS, redoc_url=None,
-        max_body_size=MAX_BODY,
-    )  # fmt: skip
+        title=name, description=_ABOUT, responses=_PROBLEMS, redoc_url=None, max_body_size=MAX_BODY
+    )
     allowed = [f"[{host}]" if ":" in host else host for host in hosts]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)
     metrics = Instrumentator(registry=CollectorRegistry(), should_group_status_codes=False)
     metrics.instrument(app).expose(app, include_in_schema=False)
-    app.state.answerer = answerer
+    app.state.answerer = answerer = Answerer(model)
     _handle_problems(app, answerer)
     _add_queries(app, answerer, max_k, names)
     _add_labels(app, answerer)
@@ -212,10 +99,15 @@ def create_app(
     return app
 
 
+def finite(score: float) -> float | None:
+    """Return a score, or None if it is not finite, which JSON cannot represent."""
+    return score if math.isfinite(score) else None
+
+
 def _add_queries(app: FastAPI, answerer: Answerer, max_k: int, names: Mapping[str, str]) -> None:
     def rows(results: Sequence[Prediction | Neighbour]) -> list[dict[str, Any]]:
-        named = [{"name": names.get(result.label, "")} if names else {} for result in results]
-        return [asdict(result) | name for result, name in zip(results, named, strict=True)]
+        found = [asdict(one) | {"score": finite(one.score)} for one in results]
+        return [row | {"name": names.get(row["label"], "")} for row in found] if names else found
 
     async def ask(question: Question) -> Any:
         k = getattr(question, "k", 1)
@@ -224,67 +116,63 @@ def _add_queries(app: FastAPI, answerer: Answerer, max_k: int, names: Mapping[st
         return await answerer.ask(question)
 
     @app.post("/predict", summary="The best answers to a triple with one missing part")
-    async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
-        return Answers.model_validate({"answers": rows(await ask(body))})
+    async def predict(body: Annotated[PredictRequest, Body()]) -> JSONResponse:
+        return JSONResponse({"answers": rows(await ask(body))})
 
     @app.post("/recommend", summary="The best tails of a relation for some heads")
-    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Lists:
+    async def recommend(body: Annotated[RecommendRequest, Body()]) -> JSONResponse:
         count = len(body.heads)
         if count * body.k > MAX_ANSWERS:
             raise ConfigError(f"{count} heads times k must be at most {MAX_ANSWERS} answers")
-        lists = [
-            {"head": one.head, "answers": rows(one.answers), "fallback": one.fallback}
-            for one in await ask(body)
-        ]
-        return Lists.model_validate({"lists": lists})
+        found = [one._asdict() | {"answers": rows(one.answers)} for one in await ask(body)]
+        return JSONResponse({"lists": found})
 
     @app.post("/score", summary="The scores of triples")
-    async def score(body: Annotated[ScoreRequest, Body()]) -> Scores:
-        return Scores(scores=[finite(result) for result in await ask(body)])
+    async def score(body: Annotated[ScoreRequest, Body()]) -> JSONResponse:
+        return JSONResponse({"scores": [finite(score) for score in await ask(body)]})
 
     @app.post("/nearest", summary="The entities nearest to one")
-    async def nearest(body: Annotated[NearestRequest, Body()]) -> Neighbours:
-        values = {"neighbours": rows(await ask(body))}
+    async def nearest(body: Annotated[NearestRequest, Body()]) -> JSONResponse:
         metric = MEANINGS[metric_of(answerer.model.scorer)]
-        return Neighbours.model_validate({"metric": metric, **values})
+        return JSONResponse({"metric": metric, "neighbours": rows(await ask(body))})
 
 
 def _add_labels(app: FastAPI, answerer: Answerer) -> None:
-    def labels(kind: str, query: LabelsRequest) -> Labels:
+    def labels(kind: str, query: LabelsRequest) -> JSONResponse:
         array = vocabulary_of(answerer.model, kind).array
         if query.prefix:
             array = array.filter(pc.starts_with(array, query.prefix, ignore_case=True))
         some = array[query.first : query.first + query.count]
-        return Labels(labels=some.to_pylist(), count=len(array))
+        return JSONResponse({"labels": some.to_pylist(), "count": len(array)})
 
     # Not async, since they read all labels: FastAPI runs them in threads.
-    @app.get("/entities", summary="Labels of entities")
-    def entities(query: Annotated[LabelsRequest, Query()]) -> Labels:
+    @app.get("/entities", summary="Labels of entities in order of id, and how many there are")
+    def entities(query: Annotated[LabelsRequest, Query()]) -> JSONResponse:
         return labels("entity", query)
 
-    @app.get("/relations", summary="Labels of relations")
-    def relations(query: Annotated[LabelsRequest, Query()]) -> Labels:
+    @app.get("/relations", summary="Labels of relations in order of id, and how many there are")
+    def relations(query: Annotated[LabelsRequest, Query()]) -> JSONResponse:
         return labels("relation", query)
 
 
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, max_k: int) -> None:
     @app.get("/health", summary="Status of the server and facts about its model")
-    async def health() -> Health:
+    async def health() -> dict[str, Any]:
         model, scorer = answerer.model, answerer.model.scorer
-        return Health(
-            status="ok",
-            model=name,
-            scorer=scorer.name or type(scorer).__name__,
-            formula=scorer.formula,
-            dim=scorer.row_dim,
-            entities=model.num_entities,
-            relations=model.num_relations,
-            answered=answerer.answered,
-            batches=answerer.batches,
-            max_k=max_k,
-            loaded=answerer.loaded.isoformat(timespec="seconds"),
-            problem=answerer.problem,
-        )
+        return {
+            "status": "ok",
+            "model": name,
+            "scorer": scorer.name or type(scorer).__name__,
+            "formula": scorer.formula,
+            "dim": scorer.row_dim,
+            "entities": model.num_entities,
+            "relations": model.num_relations,
+            "answered": answerer.answered,  # queries since the start
+            "batches": answerer.batches,  # passes over the entities that answered them
+            "max_k": max_k,
+            "loaded": answerer.loaded.isoformat(timespec="seconds"),  # UTC
+            "problem": answerer.problem,
+        }
 
     @app.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
@@ -302,13 +190,9 @@ def _handle_problems(app: FastAPI, answerer: Answerer) -> None:
         close = labels.close_to(error.name) if isinstance(error.name, str) else []
         return problem(404, str(error), kind=error.kind, given=error.name, suggestions=close)
 
-    @app.exception_handler(Busy)
-    async def busy(_: Request, error: Busy) -> JSONResponse:
-        return problem(503, str(error))
-
     @app.exception_handler(KGEError)
     async def refused(_: Request, error: KGEError) -> JSONResponse:
-        return problem(422, str(error))
+        return problem(503 if isinstance(error, Busy) else 422, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -5,6 +5,8 @@ FastAPI validates the schemas and publishes them as OpenAPI.
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,12 +23,14 @@ from kge_torchrec.answers.queries import (
     missing_part,
     nearest,
     predictions,
-    recommended,
 )
+from kge_torchrec.answers.sources import recommended
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.candidates import Candidates, ListedCandidates
 from kge_torchrec.trained_model import TrainedModel
+
+log = logging.getLogger(__name__)
 
 MAX_TRIPLES = 10_000  # per request
 MAX_HEADS = 1_000
@@ -37,9 +41,10 @@ KIND_OF = {"head": "entity", "relation": "relation", "tail": "entity"}
 Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**62, description="an id, from 0")]
 NameOrId = Name | Id
+Named = tuple[str, str | int]  # "entity" or "relation", and a label or id
+Ids = Mapping[Named, int]
 Triple = tuple[NameOrId, NameOrId, NameOrId]
 Count = Annotated[int, Field(ge=1, lt=2**31, description="the number of answers")]
-SideName = Literal["head", "tail"]
 Label = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_LABEL)]
 Facts = Annotated[
     tuple[tuple[Label, Label, Label], ...],
@@ -49,16 +54,10 @@ Facts = Annotated[
         "query may name these",
     ),
 ]
-Ids = Mapping[tuple[str, str | int], int]  # by kind ("entity" or "relation") and label or id
 
 
 class Unknown(KGEError):
-    """A label or id that the model does not have.
-
-    Attributes:
-        kind: "entity" or "relation".
-        name: The label or id.
-    """
+    """A label or id that the model does not have, of an "entity" or a "relation"."""
 
     def __init__(self, kind: str, name: str | int):
         super().__init__(f"unknown {kind} {name!r}")
@@ -80,8 +79,8 @@ class Question(StrictRequest):
         return (type(self),)
 
     @property
-    def names(self) -> list[tuple[str, str | int]]:
-        """The kind of each name, "entity" or "relation", and its label or id."""
+    def names(self) -> list[Named]:
+        """The names to look up."""
         raise NotImplementedError
 
     @property
@@ -115,11 +114,10 @@ class PredictRequest(Question):
 
     @property
     def parts(self) -> tuple[NameOrId | None, ...]:
-        """Head, relation and tail, one of which is None."""
         return self.head, self.relation, self.tail
 
     @property
-    def names(self) -> list[tuple[str, str | int]]:
+    def names(self) -> list[Named]:
         parts = zip(PARTS, self.parts, strict=True)
         return [(KIND_OF[part], name) for part, name in parts if name is not None]
 
@@ -178,7 +176,7 @@ class RecommendRequest(Question):
         return RecommendRequest, *kept
 
     @property
-    def names(self) -> list[tuple[str, str | int]]:
+    def names(self) -> list[Named]:
         listed = () if isinstance(self.candidates, str) else self.candidates
         entities = (*listed, *self.exclude, *self.heads)
         return [("relation", self.relation), *(("entity", name) for name in entities)]
@@ -221,9 +219,7 @@ class RecommendRequest(Question):
 def most_popular(model: TrainedModel, relation: int, k: int, choice: Choice) -> list[Prediction]:
     """Return the most frequent tails of a relation in train; the score is their number."""
     entities, counts = model.frequencies.pairs("tail", relation)
-    fits = np.ones(len(entities), bool)
-    if choice.left_out is not None:
-        fits = ~np.isin(entities, choice.left_out)
+    fits = ~np.isin(entities, () if choice.left_out is None else choice.left_out)
     only: Candidates | None = model.ends if choice.only is None else choice.only
     if only is not None:
         fits &= only.contain("tail", np.full(len(entities), relation), entities)
@@ -242,7 +238,8 @@ class ScoreRequest(Question):
         Field(min_length=1, max_length=MAX_TRIPLES, description="head, relation, tail each"),
     ]
     side: Annotated[
-        SideName, Field(description="the missing end of the query that scores the triples")
+        Literal["head", "tail"],
+        Field(description="the missing end of the query that scores the triples"),
     ] = "tail"
 
     @property
@@ -250,7 +247,7 @@ class ScoreRequest(Question):
         return ScoreRequest, self.side
 
     @property
-    def names(self) -> list[tuple[str, str | int]]:
+    def names(self) -> list[Named]:
         kinds = KIND_OF.values()
         return [pair for triple in self.triples for pair in zip(kinds, triple, strict=True)]
 
@@ -268,7 +265,7 @@ class NearestRequest(Question):
     k: Count = 10
 
     @property
-    def names(self) -> list[tuple[str, str | int]]:
+    def names(self) -> list[Named]:
         return [("entity", self.entity)]
 
     @staticmethod
@@ -280,23 +277,57 @@ class NearestRequest(Question):
         return [listed[: x.k] for x, listed in zip(group, found, strict=True)]
 
 
+def answers(model: TrainedModel, questions: Sequence[Question]) -> list[Any]:
+    """Return the answer to each query, or its exception, which does not affect other queries."""
+    results: list[Any] = [None] * len(questions)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for place, question in enumerate(questions):
+        groups[question.group].append(place)
+    ids = ids_of(model, (name for question in questions for name in question.names))
+    for places in groups.values():
+        group = [questions[place] for place in places]
+        try:
+            found = _answered(model, group, ids)
+        except Exception as error:
+            if not isinstance(error, KGEError):
+                log.exception("a batch of %d queries failed", len(group))
+            found = [error] * len(group)
+        for place, result in zip(places, found, strict=True):
+            results[place] = result
+    return results
+
+
+def _answered(model: TrainedModel, group: Sequence[Question], ids: Ids) -> list[Any]:
+    """Return the answers to queries of one group; a query with an unknown name gets that error."""
+    if facts := getattr(group[0], "facts", ()):
+        from kge_torchrec.answers.fold_in import fold_in
+
+        model = fold_in(model, facts)
+        ids = ids_of(model, (name for question in group for name in question.names))
+    unknown = [
+        [name for name in x.names if ids[name] < 0 and name[1] not in x.may_be_unknown]
+        for x in group
+    ]
+    errors = [Unknown(*names[0]) if names else None for names in unknown]
+    good = [question for question, error in zip(group, errors, strict=True) if error is None]
+    found = iter(group[0].answers(model, good, ids) if good else ())
+    return [next(found) if error is None else error for error in errors]
+
+
 def vocabulary_of(model: TrainedModel, kind: str) -> Vocabulary:
     """Return the vocabulary of a kind, "entity" or "relation"."""
     return model.entity_labels if kind == "entity" else model.relation_labels
 
 
-def ids_of(model: TrainedModel, questions: Iterable[Question]) -> dict[tuple[str, str | int], int]:
+def ids_of(model: TrainedModel, names: Iterable[Named]) -> dict[Named, int]:
     """Return the ids of all names, -1 for unknown ones, by one pass over each vocabulary."""
-    names = {name for question in questions for name in question.names}
-    counts = {"entity": model.num_entities, "relation": model.num_relations}
-    ids: dict[tuple[str, str | int], int] = {
-        (kind, name): name if name < counts[kind] else -1
-        for kind, name in names
-        if isinstance(name, int)
-    }
-    for kind in counts:
-        labels = [name for own, name in names if own == kind and isinstance(name, str)]
-        if labels:
-            found = vocabulary_of(model, kind).search(labels).tolist()
-            ids |= {(kind, name): id for name, id in zip(labels, found, strict=True)}
+    ids: dict[Named, int] = {}
+    distinct = set(names)
+    for kind, count in (("entity", model.num_entities), ("relation", model.num_relations)):
+        own = [name for of, name in distinct if of == kind]
+        labels = [name for name in own if isinstance(name, str)]
+        found = vocabulary_of(model, kind).search(labels).tolist() if labels else []
+        ids |= {(kind, label): id for label, id in zip(labels, found, strict=True)}
+        numbers = (name for name in own if isinstance(name, int))
+        ids |= {(kind, number): number if number < count else -1 for number in numbers}
     return ids

@@ -74,11 +74,7 @@ def serve(
         names: A file of labels and readable names, which replies have beside the labels.
 
     Raises:
-        ConfigError: An option is invalid, or the folder is not usable.
-        DataError: The file of names is not usable.
-        CheckpointError: The checkpoint of the run is not usable.
-        ExportError: The export is not usable.
-        KGEError: The packages of the extra ``serve`` are not installed.
+        KGEError: The folder, an option or a file is not usable, or a package is not installed.
         OSError: The server cannot listen on the address.
     """
     try:
@@ -99,18 +95,15 @@ def serve(
     with listening(host, port) as listener:
         app = create_app(opened_model(path), Path(path).absolute().name, max_k, hosts, named)
         settings = uvicorn.Config(
-            app,
-            http=TimedProtocol,
-            ws="none",
-            timeout_graceful_shutdown=20,
-            log_level="warning",
-            access_log=False,
-        )
+            app, http=TimedProtocol, ws="none", timeout_graceful_shutdown=20,
+            log_level="warning", access_log=False,
+        )  # fmt: skip
         if host in ALL_ADDRESSES and not allow_hosts:
             tell(
                 f"the server accepts requests for {', '.join(LOCAL)} only; --allow-host adds names"
             )
-        _allow_many_connections()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often 1,024 at first
         work = partial(reload, app.state.answerer, path, tell)
         signal.signal(signal.SIGHUP, lambda *_: Thread(target=work).start())
         at = f"[{host}]" if ":" in host else host
@@ -121,20 +114,9 @@ def serve(
             return
 
 
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files to the hard one; often it is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open a listening socket, before the model is loaded.
-
-    Raises:
-        ConfigError: The port is out of range.
-        OSError: The address is taken or does not belong to this machine.
-    """
+    """Open a listening socket, before the model is loaded."""
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must lie in [0, 65535], got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
