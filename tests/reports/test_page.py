@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
 import re
 import shutil
 import sys
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 from training_runs import config_of, random_triples
 
-from kge_torchrec import api, extend, report
+from kge_torchrec import api, report
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import KGEError
-from kge_torchrec.pages import COLORS
-from kge_torchrec.reports import page as pages
 from kge_torchrec.reports.folders import RunFacts, differences, names_of
-from kge_torchrec.reports.page import example_rows, principal_axes, relation_metrics, types_of
+from kge_torchrec.reports.page import example_rows, relation_metrics
 from kge_torchrec.training.run_folder import RunFolder
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
-    common = {"train__epochs": 4, "evaluation__every": 2, "train__batch_size": 256,
-              "model__init": None}  # fmt: skip
-    for name, dim in (("one", 16), ("two", 32)):
-        api.train(config_of("countries", folder / name, model__dim=dim, **common)).close()
-    return folder
 
 
 class Tags(HTMLParser):
@@ -80,135 +66,87 @@ def test_page_compares_two_runs_and_writes_nothing_else(runs, capsys, tmp_path):
     assert contents(runs) == before
     text = page.read_text(encoding="utf-8")
     tags = Tags(text)
-    assert tags.names.count("svg") == 3 and tags.loaded == [] and "script" not in tags.names
+    assert tags.names.count("svg") == 2 and tags.loaded == [] and "script" not in tags.names
     for name in ("one", "two"):
         mrr = RunFacts.read(runs / name, name).test["both"]["realistic"]["mrr"]
         assert f"<td><bdi>{name}</bdi></td><td>both</td><td class=number>{mrr:.4f}</td>" in text
-    assert "<td>model.dim</td><td><bdi>16</bdi></td><td><bdi>32</bdi></td>" in text
+    assert "<td>model.dim</td><td><bdi>8</bdi></td><td><bdi>32</bdi></td>" in text
     assert "train.epochs" not in text  # the same in both
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles == ["Test", "Training", "Settings that differ", "By relation",
-                      "Map of entities", "Examples", "Layout of <bdi>one</bdi>",
+                      "Examples", "Layout of <bdi>one</bdi>",
                       "Layout of <bdi>two</bdi>"]  # fmt: skip
     assert "filtered ranks among all entities" in text
 
 
-def test_page_after_a_resume_is_of_the_new_checkpoint(tmp_path):
-    config = config_of("countries", tmp_path / "run", train__epochs=1, evaluation__every=1)
-    api.train(config).close()
-    old = by_relation(report(tmp_path / "run").read_text("utf-8"))
-    api.resume(tmp_path / "run", {"train.epochs": 6}).close()
-    for options in ({}, {"output": tmp_path / "page.html"}):
-        text = report(tmp_path / "run", **options).read_text("utf-8")
-        new = by_relation(text)
-        mrr = RunFacts.read(tmp_path / "run", "run").test["both"]["realistic"]["mrr"]
-        answers = sum(n for n, _ in new.values())
-        assert sum(n * x for n, (x,) in new.values()) / answers == pytest.approx(mrr, abs=2e-4)
-        assert new != old and "<td>done</td><td class=number>6</td>" in text
+def test_page_after_a_resume_is_of_the_new_checkpoint(runs, tmp_path):
+    folder = shutil.copytree(runs / "one", tmp_path / "run")
+    old = by_relation(report(folder).read_text("utf-8"))
+    api.resume(folder, {"train.epochs": 8}).close()
+    text = report(folder).read_text("utf-8")
+    new = by_relation(text)
+    mrr = RunFacts.read(folder, "run").test["both"]["realistic"]["mrr"]
+    answers = sum(n for n, _ in new.values())
+    assert sum(n * x for n, (x,) in new.values()) / answers == pytest.approx(mrr, abs=2e-4)
+    assert new != old and "<td>done</td><td class=number>8</td>" in text
 
 
 def test_a_run_selected_by_recall_is_shown_by_recall(tmp_path, runs):
-    config = config_of("countries", tmp_path / "lists", train__epochs=4, evaluation__every=2,
-                       evaluation__metric="recall@20", model__dim=16)  # fmt: skip
-    api.train(config).close()
-    text = report([tmp_path / "lists", runs / "one"], tmp_path / "page.html").read_text("utf-8")
-    facts = RunFacts.read(tmp_path / "lists", "lists")
+    text = report([runs / "lists", runs / "one"], tmp_path / "page.html").read_text("utf-8")
+    facts = RunFacts.read(runs / "lists", "lists")
     recall, (epochs, values) = facts.test["recommendation"]["recall@20"], facts.validations()
-    assert epochs == [2, 4] and facts.best == max(values) > 0
+    assert epochs == [1, 2] and facts.best == max(values) > 0
     charts = re.findall('aria-label="([^"]*)"', text)
     assert charts[:3] == ["training loss by step of lists, one", "recall@20 of valid by epoch of "
                           "lists", "mrr of valid by epoch of one"]  # fmt: skip
     assert f"recall@20 {recall:.4f}" in text and f"recall@20 {facts.best:.4f}" in text
     assert "recall@20 of <bdi>lists</bdi>" in text and "mrr of <bdi>one</bdi>" in text
-    with api.open_run(tmp_path / "lists") as run:
+    with api.open_run(runs / "lists") as run:
         grouped = run.evaluate(recommend=[20], by=["relation"])["by"]["relation"]["groups"]
         found = relation_metrics(run, "recall@20")
     assert found == {x["group"]: (x["recommendation"]["recall@20"], x["recommendation"]["answers"])
                      for x in grouped if x["recommendation"]["answers"]}  # fmt: skip
 
 
-def typed_graph(folder):
-    """Users who visit places, and whose names begin with their type."""
-    draw = random.Random(0)
-    lines = sorted({f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}"
-                    for _ in range(120)})  # fmt: skip
-    draw.shuffle(lines)
-    folder.mkdir()
-    for split, part in (("valid", lines[:20]), ("test", lines[20:40]), ("train", lines[40:])):
-        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in part))
-    return folder
-
-
-def test_types_are_colors_of_the_map(tmp_path, monkeypatch):
-    graph = typed_graph(tmp_path / "graph")
-    api.train(config_of(graph, tmp_path / "run", data__types="prefix")).close()
-    drawn = lambda: report(tmp_path / "run").read_text("utf-8").split("Map of entities")[1]  # noqa: E731
-    text = drawn()
-    assert all(f">{kind}</text>" in text for kind in ("user", "place"))
-    assert COLORS[0].lower() in text.lower() and COLORS[1].lower() in text.lower()
-    assert "training triples" not in text
-    with api.open_run(tmp_path / "run") as run:
-        ids = np.arange(run.model.num_entities)
-        labels = run.entity_labels.labels(ids)
-        assert types_of(run, ids) == [label.partition(":")[0] for label in labels]
-        monkeypatch.setattr(pages, "MAX_TYPES", 1)
-        assert set(types_of(run, ids)) == {"user", "other types"}  # 20 users, 15 places
-
-
-def test_an_extended_run_has_a_page(tmp_path, runs):
-    (tmp_path / "new.tsv").write_text("Atlantis\tneighbor\titaly\n")
-    extend(runs / "one", tmp_path / "new.tsv", tmp_path / "more").close()
-    text = report([tmp_path / "more", runs / "one"], tmp_path / "page.html").read_text("utf-8")
-    assert "<td>extended</td>" in text and "<td>done</td>" in text
-    assert text.count("<h2>") == 8 and by_relation(text)
-
-
-def test_a_run_that_still_trains_has_a_page(runs, tmp_path):
-    folder = shutil.copytree(runs / "one", tmp_path / "run")
-    (folder / "results.json").unlink()
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(x for x in lines if '"test"' not in x))
+def test_a_run_that_still_trains_has_a_page(unfinished):
+    folder = unfinished("run")
     with RunFolder(folder).locked():
         text = report(folder).read_text("utf-8")
-    assert "run: no test results yet; training, 4 of 4 epochs." in text
+    assert "run: no test results yet; training, 2 of 2 epochs." in text
     assert "<td>training</td>" in text and "mrr of valid" in text and by_relation(text)
 
 
-def test_exports_and_folders_of_seeds_are_refused(runs, tmp_path, capsys):
-    with api.open_run(runs / "one") as run:
-        run.export(tmp_path / "export")
-    seeds = tmp_path / "seeds"
-    seeds.mkdir()
-    (seeds / "seeds.json").write_text("{}")
-    for folder in (tmp_path / "export", seeds):
+def test_exports_and_folders_of_seeds_are_refused(runs, capsys):
+    for folder in (runs / "export", runs / "seeds"):
         assert main(["report", str(folder)]) == 1
         said = capsys.readouterr().err
         assert "name" in said and "show" in said and str(folder) in said
         assert not (folder / "report.html").exists()
 
 
-def test_page_works_without_models_and_results(runs):
-    folder = runs / "half"
-    folder.mkdir()
-    (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
-    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n{"kin')
-    text = report(folder, folder / "report.html", with_models=False).read_text(encoding="utf-8")
-    assert "half: no test results yet; failed, 0 of 4 epochs." in text and "<svg" in text
-    assert "Map of entities" not in text and "<td>model.dim</td><td><bdi>16</bdi></td>" in text
+@pytest.fixture
+def begun(runs, tmp_path):
+    """A run that has only begun."""
+    (tmp_path / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n{"kin')
+    return tmp_path
 
 
-def test_damaged_results_file_is_named(runs, capsys):
-    folder = runs / "damaged"
-    folder.mkdir()
-    (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
-    (folder / "results.json").write_text('{"test": ')
-    assert main(["report", str(folder), "--no-models"]) == 0
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    assert f"{folder / 'results.json'} is damaged" in text
+def test_page_works_without_models_and_results(begun):
+    text = report(begun, begun / "report.html", with_models=False).read_text(encoding="utf-8")
+    assert f"{begun.name}: no test results yet; failed, 0 of 2 epochs." in text and "<svg" in text
+    assert "<td>model.dim</td><td><bdi>8</bdi></td>" in text
+
+
+def test_damaged_results_file_is_named(begun):
+    (begun / "results.json").write_text('{"test": ')
+    assert main(["report", str(begun), "--no-models"]) == 0
+    text = (begun / "report.html").read_text(encoding="utf-8")
+    assert f"{begun / 'results.json'} is damaged" in text
     for content in ('{"test": ', "[]", '{"test": 3}'):
-        (folder / "results.json").write_text(content)
+        (begun / "results.json").write_text(content)
         with pytest.raises(ConfigError, match=r"results.json is damaged.*--resume .* writes it"):
-            _ = api.open_run(folder).results
+            _ = api.open_run(begun).results
 
 
 def test_page_is_readable_on_a_phone_and_in_the_dark(runs, tmp_path):
@@ -221,7 +159,7 @@ def test_page_is_readable_on_a_phone_and_in_the_dark(runs, tmp_path):
     colors = set(re.findall(r"var\((--[a-z]+)\)", text)) - {"--share"}
     assert all(f"{color}: #" in dark for color in colors)
     charts = re.findall("<svg(.*?)</svg>", text, re.DOTALL)
-    assert len(charts) == 3
+    assert len(charts) == 2
     for chart in charts:
         assert re.match(' role="img" aria-label="[^"]{20,}"', chart)
         assert "#000000" not in chart and "#ffffff" not in chart and "currentColor" in chart
@@ -238,13 +176,10 @@ def test_labels_are_escaped(tmp_path):
     assert "<title>run &lt;i&gt;</title>" in text
     for label in re.findall(r"&lt;script&gt;[^<]*", text.split("<h2>Examples</h2>")[1]):
         assert f"<bdi>{label}</bdi>" in text
-    with api.open_run(folder) as run:
-        run.evaluate(by=["relation"])  # draws labels as well
 
 
-def test_examples_and_map_come_from_the_model(runs):
+def test_examples_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
-        rows = run.model.shard.rows
         examples = example_rows(run)
         assert examples == example_rows(run) and len(examples) == 6
         for head, relation, tail, cell in examples:
@@ -255,10 +190,6 @@ def test_examples_and_map_come_from_the_model(runs):
             assert right == [x.label == labels[2] for x in answers]
             known = sum(x.known is not None for x in answers if x.label != labels[2])
             assert cell.count("(known)") == known
-    places, explained = principal_axes(rows)
-    values = np.linalg.eigvalsh(np.cov(rows.numpy().T))[::-1]
-    assert explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
-    np.testing.assert_allclose(places.var(0, ddof=1), values[:2], rtol=1e-4)
 
 
 def test_run_names_and_differences_are_listed(runs, tmp_path):
@@ -267,13 +198,9 @@ def test_run_names_and_differences_are_listed(runs, tmp_path):
         report([runs / "one", runs / "two" / ".." / "one"], tmp_path / "page.html")
     with pytest.raises(ConfigError, match="is no run folder"):
         report(tmp_path, tmp_path / "page.html")
-    facts = [RunFacts.read(runs / name, name).settings for name in ("one", "two")]
-    assert differences(facts) == ["model.dim"]
-
-
-def test_validation_seconds_are_logged(runs):
+    one, two = (RunFacts.read(runs / name, name) for name in ("one", "two"))
+    assert differences([one.settings, two.settings]) == ["model.dim"]
     lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
     valid = [line["seconds"] for line in lines if line["kind"] == "valid"]
     assert len(valid) == 2 and all(0 < seconds < 60 for seconds in valid)
-    facts = RunFacts.read(runs / "one", "one")
-    assert facts.seconds("valid") == sum(valid) and facts.seconds("epoch") > 0
+    assert one.seconds("valid") == sum(valid) and one.seconds("epoch") > 0

@@ -13,38 +13,10 @@ import sys
 import pytest
 from training_runs import config_of, tiny_store
 
-from kge_torchrec import api, extend, train_seeds
+from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.reports.folders import RunFacts
 from kge_torchrec.training.run_folder import RunFolder
-
-COMMON = {"train__epochs": 2, "evaluation__every": 1, "train__batch_size": 256}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Runs by folder: done, of another dim, by recall, longer, extended, of seeds, an export."""
-    folder = tmp_path_factory.mktemp("show")
-    with api.train(config_of("countries", folder / "one", **COMMON)) as run:
-        run.export(folder / "export")
-    api.train(config_of("countries", folder / "two", model__dim=32, **COMMON)).close()
-    lists = {**COMMON, "evaluation__metric": "recall@20"}
-    api.train(config_of("countries", folder / "lists", **lists)).close()
-    shutil.copytree(folder / "one", folder / "more")
-    api.resume(folder / "more", {"train.epochs": 3}).close()
-    (folder / "new.tsv").write_text("Atlantis\tneighbor\titaly\n")
-    extend(folder / "one", folder / "new.tsv", folder / "extended").close()
-    train_seeds(config_of("countries", folder / "seeds", **COMMON), 2)
-    return folder
-
-
-def unfinished(runs, name):
-    """A copy of a run that lost its results."""
-    folder = shutil.copytree(runs / "one", runs / name)
-    (folder / "results.json").unlink()
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(x for x in lines if '"kind": "test"' not in x))
-    return folder
 
 
 def rows_of(capsys, *words):
@@ -52,21 +24,21 @@ def rows_of(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_state_is_one_word(runs, capsys):
+def test_every_state_is_one_word(runs, unfinished, capsys):
     expected = {"one": "done", "more": "done", "extended": "extended", "export": "export",
                 "seeds": "2 seeds"}  # fmt: skip
-    (unfinished(runs, "stopped") / "stopped.json").write_text("{}")
-    unfinished(runs, "failed")
-    (unfinished(runs, "killed") / ".lock").write_text('{"process": 1}')
-    names = [*expected, "stopped", "failed", "killed", "trains"]
-    with RunFolder(unfinished(runs, "trains")).locked():
-        states = {x["run"]: x["state"] for x in rows_of(capsys, *(runs / x for x in names))}
+    folders = [runs / name for name in expected]
+    folders += [unfinished(name) for name in ("stopped", "failed", "killed", "trains")]
+    (folders[-4] / "stopped.json").write_text("{}")
+    (folders[-2] / ".lock").write_text('{"process": 1}')
+    with RunFolder(folders[-1]).locked():
+        states = {x["run"]: x["state"] for x in rows_of(capsys, *folders)}
     expected |= {"stopped": "stopped", "failed": "failed", "killed": "killed", "trains": "training"}
     assert states == expected
-    assert (runs / "killed" / ".lock").read_text() == '{"process": 1}'
+    assert (folders[-2] / ".lock").read_text() == '{"process": 1}'
 
 
-def test_results_are_those_of_the_runs(runs, capsys):
+def test_results_are_those_of_the_runs(runs, tmp_path, capsys):
     one, lists, export = rows_of(capsys, runs / "one", runs / "lists", runs / "export")
     results = json.loads((runs / "one" / "results.json").read_text())
     assert one["selected by"] == "mrr" and one["valid"] == results["valid"]["best"]
@@ -75,7 +47,7 @@ def test_results_are_those_of_the_runs(runs, capsys):
     assert one["triples/s"] == results["train"]["triples_per_second"]
     files = (runs / "one" / "checkpoints" / results["checkpoint"]["name"]).iterdir()
     assert one["size"] == sum(file.stat().st_size for file in files)
-    copy = shutil.copytree(runs / "one", runs / "other-checkpoints")
+    copy = shutil.copytree(runs / "one", tmp_path / "other-checkpoints")
     for step in (0, 10**6):  # neither the oldest nor the newest is the ranked one
         other = copy / "checkpoints" / f"step-{step:012d}"
         other.mkdir()
@@ -90,23 +62,22 @@ def test_results_are_those_of_the_runs(runs, capsys):
     assert one["evaluation.metric"] == "mrr" and export["evaluation.metric"] is None
 
 
-def test_a_run_that_goes_on_has_no_results_of_an_earlier_checkpoint(runs, capsys):
-    folder = shutil.copytree(runs / "one", runs / "goes-on")
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(x for x in lines if '"kind": "test"' not in x))
+def test_a_run_that_goes_on_has_no_results_of_an_earlier_checkpoint(runs, unfinished, capsys):
+    folder = unfinished("goes-on")
+    shutil.copy(runs / "one" / "results.json", folder)
     (row,) = rows_of(capsys, folder)
     assert row["test"] is None and row["epochs"] == 2 and row["state"] == "failed"
     best = max(x["both"]["realistic"]["mrr"] for x in RunFacts.read(folder, "x").of_kind("valid"))
     assert row["valid"] == best
 
 
-def test_seeds_are_mean_and_deviation(runs, capsys):
+def test_seeds_are_mean_and_deviation(runs, tmp_path, capsys):
     (row,) = rows_of(capsys, runs / "seeds")
     values = [x["test"] for x in rows_of(capsys, *(runs / "seeds" / f"seed-{i}" for i in (0, 1)))]
     assert row["test"] == pytest.approx(sum(values) / 2)
     assert row["test_std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     assert row["seed"] == [0, 1] and row["epochs_std"] == 0
-    folder = shutil.copytree(runs / "seeds", runs / "half-seeds")
+    folder = shutil.copytree(runs / "seeds", tmp_path / "half-seeds")
     shutil.rmtree(folder / "seed-1")
     (row,) = rows_of(capsys, folder)
     assert row["state"] == "1 of 2 seeds" and row["test"] == values[0] and row["test_std"] is None
@@ -114,7 +85,7 @@ def test_seeds_are_mean_and_deviation(runs, capsys):
     assert main(["show", str(folder)]) == 1 and "none of its seeds" in capsys.readouterr().err
 
 
-def test_table_has_units_and_the_settings_that_differ(runs, capsys):
+def test_table_has_units_and_the_settings_that_differ(runs, tmp_path, capsys):
     assert main(["show", str(runs / "one"), str(runs / "two")]) == 0
     results, settings = capsys.readouterr().out.split("\n\n")
     assert "test mrr" not in results and "KiB" in results and " ms" in results
@@ -124,18 +95,18 @@ def test_table_has_units_and_the_settings_that_differ(runs, capsys):
     settings = capsys.readouterr().out.split("\n\n")[1]
     assert settings.startswith("settings that differ from the defaults\nkey")
     assert "train.epochs" in settings and "train.lr" in settings
-    shutil.copytree(runs / "one", runs / "copy")
-    assert main(["show", str(runs / "one"), str(runs / "copy"), "--format", "csv"]) == 0
+    copy = str(shutil.copytree(runs / "one", tmp_path / "copy"))
+    assert main(["show", str(runs / "one"), copy, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["run"] for row in rows] == ["one", "copy"] and "model.dim" not in rows[0]
     assert rows[0]["test"] == rows[1]["test"] and float(rows[0]["size"]) > 0
-    assert main(["show", str(runs / "one"), str(runs / "copy")]) == 0
+    assert main(["show", str(runs / "one"), copy]) == 0
     assert capsys.readouterr().out.endswith("settings that differ: none\n")
 
 
 def test_runs_on_different_triples_are_told_apart(runs, capsys, tmp_path):
     store = tiny_store(tmp_path / "store", held_out=20)
-    api.train(config_of(store.path, tmp_path / "other", **COMMON)).close()
+    api.train(config_of(store.path, tmp_path / "other")).close()
     assert main(["show", str(runs / "one"), str(tmp_path / "other"), str(runs / "two")]) == 0
     said = "different triples, so the metrics do not compare: one, two | other\n"
     assert said in capsys.readouterr().out
