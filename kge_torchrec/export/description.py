@@ -1,11 +1,7 @@
 """The folder of an export, and what describes its contents: config.json and the model card.
 
 config.json is for programs; Hugging Face counts downloads and searches by it. The card, README.md,
-is for people, in the format of Hugging Face repositories, which reads library, license, metrics and
-tags from its YAML front matter.
-
-The folder is written under a hidden name and renamed when it is complete. An export that is killed
-leaves the hidden folder.
+is for people; Hugging Face reads its YAML front matter.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from kge_torchrec.data.store import META
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.table_files import Parquet, Safetensors
-from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.models.scorers.base import BIASES, with_biases
 
 FORMAT = "kge-torchrec export"
@@ -43,14 +38,7 @@ _PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"
 def describe(
     model: ModelConfig, num_entities: int, num_relations: int, format: str
 ) -> dict[str, Any]:
-    """Return the contents of config.json except ``files``, which is added at the end.
-
-    Args:
-        model: The model section of the config.
-        num_entities: Number of entities.
-        num_relations: Number of relations, without inverses.
-        format: One of ``FORMATS``.
-    """
+    """Return the contents of config.json except ``files``, which is added at the end."""
     scorer = resolve("scorer", model.scorer)
     description: dict[str, Any] = {
         "model_type": "kge-torchrec",
@@ -64,22 +52,29 @@ def describe(
         "reciprocal": model.reciprocal,
         "num_entities": num_entities,
         "num_relations": num_relations,
-        "parameters": {"score": _formula(scorer, model)},
+        "parameters": {"score": with_biases(scorer.formula) if model.biases else scorer.formula},
         "model": asdict(model),
         "packages": installed(_PACKAGES),
     }
     if format not in ("safetensors", "parquet"):
         return description
+    has_biases = model.biases or scorer.has_biases
+    count = model.dim - (BIASES if has_biases else 0)
+    row = f"{count} real numbers"
+    if scorer.is_complex:
+        row = f"{count // 2} complex numbers, stored as re, im, re, im, ..."
+    layout = " ".join((inspect.getdoc(scorer) or "").split())
     description["entities"] = {
         "file": Parquet.name if format == "parquet" else Safetensors.name,
         "dtype": "float32",
         "shape": [num_entities, model.dim],
-        "row": _meaning_of_a_row(scorer, model),
-        "layout": _layout(scorer, model),
+        "row": f"{row}; after them the biases as a head and as a tail" if has_biases else row,
+        "layout": f"{layout} D is {count}." if has_biases else layout,
     }
+    inverses = f"; head queries (?, r, t) are scored as (t, r + {num_relations}, ?)"
     description["parameters"] |= {
         "file": PARAMETERS,
-        "relations": _meaning_of_relations(num_relations, model.reciprocal),
+        "relations": f"row r is relation r{inverses if model.reciprocal else ''}",
     }
     description["labels"] = {
         "entities": ENTITIES,
@@ -122,7 +117,13 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is an export in the format {description.get('layout')}; export the run in the "
             "format safetensors to read it here"
         )
-    _check_keys(path, description)
+    kinds = {"model": dict, "num_entities": int, "num_relations": int, "files": dict}
+    for key, kind in kinds.items():
+        if not isinstance(description.get(key), kind):
+            raise damaged(path, f"{DESCRIPTION} has no {key}")
+    named = {Safetensors.name, PARAMETERS, f"{STORE}/{META}"}
+    if unnamed := sorted(named - description["files"].keys()):
+        raise damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
     for name, size in description["files"].items():
         file = path / name
         if not file.is_file():
@@ -159,48 +160,17 @@ def is_export(path: Path) -> bool:
     return isinstance(description, dict) and description.get("format") == FORMAT
 
 
-def _check_keys(path: Path, description: dict[str, Any]) -> None:
-    kinds = {"model": dict, "num_entities": int, "num_relations": int, "files": dict}
-    for key, kind in kinds.items():
-        if not isinstance(description.get(key), kind):
-            raise damaged(path, f"{DESCRIPTION} has no {key}")
-    named = {Safetensors.name, PARAMETERS, f"{STORE}/{META}"}
-    unnamed = sorted(named - description["files"].keys())
-    if unnamed:
-        raise damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
-
-
 def damaged(path: Path, problem: str) -> ExportError:
     """Return the error of an export that cannot be used."""
     return ExportError(f"{path}: damaged export: {problem}; export the run again")
 
 
-def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
-    has_biases = model.biases or scorer.has_biases
-    numbers = model.dim - (BIASES if has_biases else 0)
-    text = f"{numbers} real numbers"
-    if scorer.is_complex:
-        text = f"{numbers // 2} complex numbers, stored as re, im, re, im, ..."
-    return f"{text}; after them the biases as a head and as a tail" if has_biases else text
-
-
-def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
-    """Describe an entity row by the scorer's docstring; D there excludes the biases."""
-    text = " ".join((inspect.getdoc(scorer) or "").split())
-    return f"{text} D is {model.dim - BIASES}." if model.biases or scorer.has_biases else text
-
-
-def _formula(scorer: type[Scorer], model: ModelConfig) -> str:
-    return with_biases(scorer.formula) if model.biases else scorer.formula
-
-
-def _meaning_of_relations(count: int, reciprocal: bool) -> str:
-    inverses = f"; head queries (?, r, t) are scored as (t, r + {count}, ?)" if reciprocal else ""
-    return f"row r is relation r{inverses}"
-
-
 class ExportFolder:
-    """A new export that is being written to ``path``. Only rank 0 uses it."""
+    """A new export that is being written to ``path``. Only rank 0 uses it.
+
+    The folder is written under a hidden name and renamed when it is complete. An export that is
+    killed leaves the hidden folder.
+    """
 
     def __init__(self, path: str | Path, overwrite: bool = False):
         self.path, self.overwrite = Path(path), overwrite

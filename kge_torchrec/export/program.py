@@ -1,7 +1,5 @@
 """A program of torch.export that scores triples with PyTorch alone, without this package.
 
-Rank 0 holds the whole table while it writes the program.
-
 Shapes: N entities, D elements per entity row, n triples.
 """
 
@@ -40,9 +38,7 @@ class TripleScores(nn.Module):
 def write_program(folder: Path, model: TrainedModel) -> None:
     """Write scores.pt2, for any number of triples, and the labels.
 
-    Args:
-        folder: The folder of the export.
-        model: A model in evaluation mode, all of whose rows (N, D) this process has.
+    The model is in evaluation mode, and this process has all of its rows.
     """
     for parameter in model.scorer.parameters():
         parameter.requires_grad_(False)

@@ -103,13 +103,8 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
 def write_vectors(folder: Path, model: TrainedModel, relation: str | None) -> dict[str, Any]:
     """Write the vectors of each relation, with their labels, as Parquet.
 
-    Args:
-        folder: The folder of the export.
-        model: A model with the data, all of whose rows this process has.
-        relation: A label; None: every relation.
-
-    Returns:
-        What the score is, the dim of the vectors, and the folder of each relation.
+    This process has all rows of the model. ``relation`` is a label; None: every relation. Returns
+    what the score is, the dim of the vectors, and the folder of each relation.
     """
     relations = range(model.num_relations)
     if relation is not None:
@@ -118,11 +113,16 @@ def write_vectors(folder: Path, model: TrainedModel, relation: str | None) -> di
     about: list[dict[str, Any]] = []
     for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
         queries, items = (model.frequencies.pairs(side, number)[0] for side in SIDES)
-        vectors = _items(model, items)
         own = folder / f"{number}"
         own.mkdir()
-        _write(own / "queries.parquet", model, queries, _queries(model, queries, number))
-        _write(own / "items.parquet", model, items, vectors)
+        with torch.no_grad():
+            parts = [
+                query_vectors(model.scorer, model.rows(ids), torch.full_like(ids, number))
+                for ids in torch.from_numpy(queries).split(CHUNK)
+            ]
+            vectors = item_vectors(model.scorer, model.rows(torch.from_numpy(items)))
+        _write(own / "queries.parquet", model, queries, torch.cat(parts).numpy())
+        _write(own / "items.parquet", model, items, vectors.numpy())
         counts = {"queries": len(queries), "items": len(items)}
         about.append({"relation": label, "folder": f"{number}", **counts})
     metric = metric_of(model.scorer)
@@ -136,17 +136,3 @@ def _write(file: Path, model: TrainedModel, entities: np.ndarray, vectors: np.nd
 
     labels = model.entity_labels.array.take(pa.array(entities))
     pq.write_table(pa.table({"label": labels, "vector": lists_of(vectors)}), file)
-
-
-@torch.no_grad()
-def _queries(model: TrainedModel, heads: np.ndarray, relation: int) -> np.ndarray:
-    parts = [
-        query_vectors(model.scorer, model.rows(ids), torch.full_like(ids, relation))
-        for ids in torch.from_numpy(heads).split(CHUNK)
-    ]
-    return torch.cat(parts).numpy()
-
-
-@torch.no_grad()
-def _items(model: TrainedModel, tails: np.ndarray) -> np.ndarray:
-    return item_vectors(model.scorer, model.rows(torch.from_numpy(tails))).numpy()

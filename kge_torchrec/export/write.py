@@ -48,12 +48,7 @@ from kge_torchrec.training.state import TrainState
 
 
 def check_format(name: str, relation: str | None, model: ModelConfig) -> None:
-    """Check that a format exists, has a ``relation`` if one is named, and can hold the model.
-
-    Raises:
-        ConfigError: It does not exist, or has no vectors of a relation.
-        ExportError: It cannot hold the model.
-    """
+    """Check that a format exists, has a ``relation`` if one is named, and can hold the model."""
     one_of("format", name, FORMATS)
     if name == "vectors":
         metric_of(build_scorer(model, 1))
@@ -72,13 +67,6 @@ def export_run(
 
     Besides the model, rank 0 needs memory for the scorer's parameters and a few chunks of 16,384
     rows. For vectors and for a program it also needs two or three copies of the table.
-
-    Args:
-        model: The model of a checkpoint of a run.
-        progress: The progress of the checkpoint.
-        folder: The folder to make.
-        format: One of ``FORMATS``.
-        relation: The label of the relation of vectors; None: all relations.
 
     Raises:
         ExportError: On every rank, for example if the disk is full.

@@ -13,9 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from kge_torchrec import load_model
-from kge_torchrec.distributed.processes import ALONE
 from kge_torchrec.errors import ExportError
-from kge_torchrec.training.checkpoints import Checkpoints
 
 N, R, D = 37, 3, 8
 
@@ -44,14 +42,6 @@ def test_export_is_a_hugging_face_repository(run, tmp_path):
     assert load_model(path).score([("e1", "r0", "e2")]) == model.score([("e1", "r0", "e2")])
 
 
-def test_other_checkpoint_has_no_results(run, tmp_path):
-    name = Checkpoints(run.folder.checkpoints, ALONE).names()[0]
-    path = run.export(tmp_path / "out", checkpoint=name)
-    head, text = front_matter(path)
-    assert "model-index" not in head and "Not measured for this checkpoint" in text
-    assert f"Checkpoint {name}" in text
-
-
 def test_parquet_holds_labels_and_vectors(run, tmp_path):
     path = run.export(tmp_path / "out", "parquet")
     entities = pq.read_table(path / "entities.parquet")
@@ -67,9 +57,8 @@ def test_parquet_holds_labels_and_vectors(run, tmp_path):
         load_model(path)
 
 
-@pytest.mark.parametrize("name", ["safetensors", "parquet"])
-def test_full_disk_leaves_no_files(run, tmp_path, name):
-    whole = run.export(tmp_path / "whole", name)
+def test_full_disk_leaves_no_files(run, tmp_path):
+    whole = run.export(tmp_path / "whole")
     sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in [0, *(size - 1 for size in sizes)]:  # each file is cut short once
@@ -78,7 +67,7 @@ def test_full_disk_leaves_no_files(run, tmp_path, name):
             with pytest.raises(
                 ExportError, match=r"could not be written.*incomplete export was removed"
             ):
-                run.export(tmp_path / "out", name)
+                run.export(tmp_path / "out")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
