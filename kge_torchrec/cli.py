@@ -3,12 +3,11 @@
 A verb is a typed function of a module in ``commands``. Its signature declares what the verb takes,
 and its docstring is the help:
 
-    def nearest(run: RunPath, entity: str, /, *, top: Annotated[int, "K"] = 10) -> int:
+    def nearest(run: RunPath, entity: str, *, top: Annotated[int, "K"] = 10) -> int:
         '''List the entities nearest to one.  (Then an "Args:" section in Google's style.)'''
 
-``kge-torchrec nearest RUN ENTITY [--top K]`` calls it. `VerbParser` says how a type becomes an
-option. ``kge-torchrec --help`` imports no verb, and a verb imports torch only when it needs it.
-``main`` serves one process and every process of torchrun.
+``kge-torchrec nearest RUN ENTITY [--top K]`` calls it. ``kge-torchrec --help`` imports no verb, and
+a verb imports torch only when it needs it. ``main`` also serves every process of torchrun.
 """
 
 from __future__ import annotations
@@ -19,50 +18,40 @@ import errno
 import inspect
 import logging
 import os
+import re
 import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from kge_torchrec.commands import is_first_rank
-from kge_torchrec.commands.signatures import VerbParser
 from kge_torchrec.environment import check_packages, loading_torch, prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
-from kge_torchrec.lines import say_error
 
 
 class Verb(NamedTuple):
-    """A verb of the command line.
+    """A verb of the command line."""
 
-    Attributes:
-        place: Heading in ``kge-torchrec --help``, or the verb whose --help lists this verb.
-        does: One line of help.
-        function: Its function, as "module:name" in ``commands``.
-        one_process: Whether it refuses to run as several processes of torchrun.
-        lists_keys: The first words of the keys that its --help lists; None: it lists none.
-    """
-
-    place: str
-    does: str
-    function: str
-    one_process: bool = False
-    lists_keys: str | None = None
+    group: str  # heading in ``kge-torchrec --help``; "" where another verb's --help names it
+    does: str  # one line of help
+    function: str  # "module:name" in ``commands``
+    one_process: bool = False  # whether it refuses to run as several processes of torchrun
 
 
 GROUPS = ("Train", "Look", "Use", "Share")
 VERBS = {
     "prepare": Verb("Train", "turn files of triples into a store for many runs", "prepare:prepare",
-                    one_process=True, lists_keys="data."),
-    "train": Verb("Train", "train a model and rank the test triples with it", "train:train",
-                  lists_keys=""),
+                    one_process=True),
+    "train": Verb("Train", "train a model and rank the test triples with it", "train:train"),
     "extend": Verb("Train", "add triples, with new entities and relations, to a run",
                    "train:extend"),
     "tune": Verb("Train", "search for good settings by many runs", "tune:tune"),
     "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", "prepare:data",
-                 one_process=True, lists_keys="data."),
+                 one_process=True),
     "list": Verb("Look", "list keys of a config, scorers, losses and other parts",
                  "parts:list_parts"),
     "plan": Verb("Look", "estimate memory and step time without devices", "plan:plan"),
@@ -71,14 +60,14 @@ VERBS = {
     "compare": Verb("Look", "train and measure several engines side by side", "compare:compare"),
     "show": Verb("Look", "show results of runs and settings that differ", "show:show",
                  one_process=True),
-    "report": Verb("show", "write an HTML page about one run or several", "evaluate:report",
+    "report": Verb("", "write an HTML page about one run or several", "evaluate:report",
                    one_process=True),
     "predict": Verb("Use", "list the best answers to a triple with one part missing",
                     "predict:predict"),
     "recommend": Verb("Use", "list the best tails of a relation for one head or many",
                       "predict:recommend"),
     "nearest": Verb("Use", "list the entities nearest to one", "predict:nearest"),
-    "score": Verb("predict", "score the triples of a file", "predict:score"),
+    "score": Verb("", "score the triples of a file", "predict:score"),
     "calibrate": Verb("Use", "fit probabilities to a run's scores", "evaluate:calibrate"),
     "export": Verb("Share", "write a trained run as files that other programs read",
                    "share:export"),
@@ -97,7 +86,6 @@ examples:
   kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05
   kge-torchrec predict RUN --head Austria --relation borders
 """
-_EPILOG = "See kge-torchrec VERB --help for the options of a verb."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,15 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as error:
         if is_first_rank():
-            say_error(f"kge-torchrec: {str(error) or 'interrupted'}")
+            print(f"kge-torchrec: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     except (KGEError, OSError, MemoryError, RuntimeError) as error:
         message: object = error
         if not isinstance(error, KGEError):
             if _is_out_of_memory(error):
-                say_error(
+                print(
                     f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
-                    "negatives.count, train.batch_size or evaluation.batch_size"
+                    "negatives.count, train.batch_size or evaluation.batch_size",
+                    file=sys.stderr,
                 )
                 return 1
             if not isinstance(error, OSError):
@@ -132,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = in_words(error)
         # Rank 0 speaks for all ranks if all of them have the error.
         if is_first_rank():
-            say_error(f"kge-torchrec: {message}")
+            print(f"kge-torchrec: {message}", file=sys.stderr)
         elif not getattr(error, "on_every_rank", False):
-            say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
+            print(f"kge-torchrec: rank {os.environ['RANK']}: {message}", file=sys.stderr)
         return error.exit_code if isinstance(error, KGEError) else 1
 
 
@@ -153,12 +142,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
-    groups = "\n\n".join(f"{group}:\n{_lines_of(group)}" for group in GROUPS)
+    lines = {group: f"{group}:" for group in GROUPS}
+    for name, verb in VERBS.items():
+        if verb.group:
+            lines[verb.group] += f"\n  {name:<11}{verb.does}"
+    groups = "\n\n".join(lines.values())
     parser = argparse.ArgumentParser(
         prog="kge-torchrec",
         usage="kge-torchrec [-h] [--version] VERB ...",
         description=f"{_DESCRIPTION}\n{groups}",
-        epilog=_EPILOG,
+        epilog="See kge-torchrec VERB --help for the options of a verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     help = "show the versions of this program, torch, torchrec and fbgemm"
@@ -178,13 +171,6 @@ def _run(arguments: list[str]) -> int:
     return run_verb(arguments[0], arguments[1:])
 
 
-def _lines_of(place: str) -> str:
-    """Return a line per verb of a place: its name and what it does."""
-    return "\n".join(
-        f"  {name:<11}{verb.does}" for name, verb in VERBS.items() if verb.place == place
-    )
-
-
 def _closest(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
@@ -192,19 +178,133 @@ def _closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def parser_of(name: str) -> VerbParser:
-    """Return the parser of a verb."""
-    verb = VERBS[name]
-    module, _, function = verb.function.partition(":")
-    found = getattr(import_module(f"kge_torchrec.commands.{module}"), function)
-    return VerbParser(name, found, _lines_of(name), verb.lists_keys)
+# The help of arguments that mean the same in every verb.
+_SHARED_HELP = {
+    "config": "a YAML file, the name of a published one, or the folder of a run",
+    "run": "the folder of a run, or an export",
+    "seed": "seed of the split",
+    "threads": "number of CPU threads that read (default: all cores, at most 4 for a file)",
+    "format": "how results are written",
+    "output": "file to write (default: print)",
+    "names": "file of labels and readable names, which are shown beside the labels",
+}
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb, made of the signature of its function: a value for what the user gave.
+
+    An argument after ``*`` is an option, and others are positional; ``output`` is also ``-o``.
+
+    - ``str``, ``int``, ``float`` take a value; ``Literal`` takes one of some words.
+    - ``bool`` is a switch: ``--name`` if its default is False, ``--no-name`` if it is True.
+    - ``Sequence[...]`` takes one or more values, and may be repeated.
+    - ``Annotated[..., "FILE"]`` says how the value is written in --help. Another word "positive"
+      marks an integer from 1 on, and "run" a run; a verb with one also takes --data.path, --threads
+      and --allow-import.
+    - ``settings: Settings`` takes all words ``--key.sub value`` as a list ["--key.sub=value"].
+
+    Attributes:
+        function: What the verb calls; the docstring is its help.
+        takes_keys: Whether words such as ``--train.lr 0.1`` are settings.
+        runs: Names of the arguments that are runs.
+    """
+
+    def __init__(self, name: str):
+        module, _, function = VERBS[name].function.partition(":")
+        self.function: Callable[..., int] = getattr(
+            import_module(f"kge_torchrec.commands.{module}"), function
+        )
+        text, _, arguments = (inspect.getdoc(self.function) or "").partition("\n\nArgs:\n")
+        super().__init__(
+            prog=f"kge-torchrec {name}",
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self.takes_keys, self.runs = False, list[str]()
+        found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+        helps = {entry[1]: " ".join(entry[2].replace("%", "%%").split()) for entry in found}
+        usage, needed = [self.prog], []
+        hints = get_type_hints(self.function, include_extras=True)
+        for item in inspect.signature(self.function).parameters.values():
+            if item.name == "settings":
+                self.takes_keys = True
+                continue
+            flags, options, is_run = _option(item, hints[item.name])
+            options["help"] = (_SHARED_HELP | helps).get(item.name, "") + options["help"]
+            self.add_argument(*flags, **options)
+            self.runs += [item.name] if is_run else []
+            if item.kind is not item.KEYWORD_ONLY:
+                few = "|".join(options.get("choices", ()))
+                shown = options.get("metavar") or (few if len(few) < 20 else item.name.upper())
+                shown += " ..." if options.get("nargs") in ("+", "*") else ""
+                usage.append(f"[{shown}]" if options.get("nargs") in ("?", "*") else shown)
+            elif item.default is item.empty:
+                needed.append(f"{flags[0]} {options['metavar']}")
+        if self.runs and not self.takes_keys:
+            help = "the store of the run's triples, if it is no longer where the run trained"
+            self.add_argument("--data.path", metavar="STORE", help=help)
+            help = "number of CPU threads per process (default: all cores, shared by the processes)"
+            self.add_argument("--threads", type=_positive, metavar="N", help=help)
+        if self.runs:
+            help = (
+                "import this module for a run or export that names a class of it: its code runs "
+                "(repeatable)"
+            )
+            self.add_argument("--allow-import", action="append", metavar="MODULE", help=help)
+        ending = ["[--key.sub value ...]"] if self.takes_keys else []
+        self.usage = " ".join([*usage, *needed, "[options]", *ending])
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return int(text)
+
+
+def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, Any], bool]:
+    """Return the flags of an argument, its options for argparse, and whether it is a run."""
+    words: list[str] = []
+    several = False
+    while (origin := get_origin(hint)) not in (None, Literal):
+        if origin is Annotated:
+            words += hint.__metadata__
+            hint = hint.__origin__
+        elif origin in (Union, UnionType):
+            hint = next(part for part in get_args(hint) if part is not type(None))
+        else:
+            several, hint = True, get_args(hint)[0]
+    options: dict[str, Any] = {"help": ""}
+    if get_origin(hint) is Literal:
+        options["choices"] = get_args(hint)
+    elif hint is bool:
+        options["action"] = "store_false" if item.default else "store_true"
+    else:
+        shown = [word for word in words if word not in ("run", "positive")]
+        usual = {int: "N", float: "X"}.get(hint, item.name.upper())
+        options["metavar"] = shown[-1] if shown else usual
+        options["type"] = _positive if "positive" in words else hint
+    if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
+        default = " ".join(map(str, item.default)) if several else item.default
+        options["help"] = f" (default: {default})"
+    is_needed = item.default is item.empty
+    if item.kind is not item.KEYWORD_ONLY:
+        if several or not is_needed:
+            options["nargs"] = ("+" if is_needed else "*") if several else "?"
+        return [item.name], options, "run" in words
+    options |= {"dest": item.name, "required": is_needed}
+    if several:
+        options |= {"action": "extend", "nargs": "+"}
+    flag = f"--{'no-' if item.default is True else ''}{item.name.replace('_', '-')}"
+    return [*(["-o"] if item.name == "output" else []), flag], options, "run" in words
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:
     """Run a verb with its arguments; return the exit code."""
-    from kge_torchrec.config.checks import ConfigError, at_least
+    from kge_torchrec.config.checks import ConfigError
 
-    parser = parser_of(name)
+    parser = VerbParser(name)
     if not words:
         parser.print_usage(sys.stderr)
         print(f"\nSee kge-torchrec {name} --help.", file=sys.stderr)
@@ -219,22 +319,16 @@ def run_verb(name: str, words: Sequence[str]) -> int:
         )
     check_packages()
     values = vars(parsed)
-    for option, flag in parser.positive.items():
-        at_least(flag, values.get(option), 1)
     _find_modules(parser, words, values.get("config"), values.pop("allow_import", []))
     ranks = os.environ.get("WORLD_SIZE", "1")
     if VERBS[name].one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
-    given: dict[str, Any] = {}
     if parser.takes_keys:
-        values["settings"] = settings
-    elif parser.runs:  # keys of every run that the verb reads
-        given = {key: values.pop(key) for key in ("data.path", "threads") if key in values}
-    parameters = inspect.signature(parser.function).parameters.values()
-    positional = [item for item in parameters if item.kind is item.POSITIONAL_ONLY]
-    first = [values.pop(item.name, item.default) for item in positional]
+        return parser.function(**values, settings=settings)
+    keys: tuple[str, ...] = ("data.path", "threads") if parser.runs else ()
+    given = {key: values.pop(key) for key in keys if key in values}  # for every run that is read
     if not given:
-        return parser.function(*first, **values)
+        return parser.function(**values)
     from kge_torchrec.training.run_folder import RunFolder
 
     if "threads" in given:  # an export has no key
@@ -243,7 +337,7 @@ def run_verb(name: str, words: Sequence[str]) -> int:
         torch.set_num_threads(given["threads"])
     RunFolder.given = given
     try:
-        return parser.function(*first, **values)
+        return parser.function(**values)
     finally:
         RunFolder.given = {}
 
@@ -260,7 +354,7 @@ def _split(parser: VerbParser, words: Sequence[str]) -> tuple[list[str], list[st
         if "." not in key and (hint := _closest(key, options)):
             from kge_torchrec.config import all_keys
 
-            if not {key[2:], f"{parser.keys or ''}{key[2:]}"} & set(all_keys()):
+            if not {key[2:], f"data.{key[2:]}"} & set(all_keys()):
                 parser.error(f"unknown option {key}{hint}")
         value = None if equals else next(left, None)  # without one, the config says what is missing
         settings.append(word if value is None else f"{word}={value}")

@@ -35,6 +35,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+class ConfigError(KGEError, ValueError):
+    """A setting is unknown or out of range; the message names its key."""
+
+    on_every_rank = True
+
+
 class DataError(KGEError, ValueError):
     """The input data is unusable; the message says in which file and line, and what to do."""
 

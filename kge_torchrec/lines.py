@@ -6,73 +6,39 @@ change. ``run.progress`` hides bars only.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from kge_torchrec.files import finite
 
 
 class LineHandler(logging.Handler):
-    """Writes records above progress bars: text with the time in front, or JSON objects."""
-
-    as_json = False
+    """Writes records above progress bars, with the time in front."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        text, values = record.getMessage(), getattr(record, "values", None)
-        if self.as_json:
-            at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.created))
-            kind = getattr(record, "kind", record.levelname.lower())
-            text = json.dumps({"time": at, "kind": kind, "text": text, **finite(values or {})})
-        elif record.levelno >= logging.WARNING:
-            text = f"{record.levelname}: {text}"
-        else:
-            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-            text = f"{at} {text}"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        is_warning = record.levelno >= logging.WARNING
+        start = f"{record.levelname}:" if is_warning else at
         try:
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(f"{start} {record.getMessage()}", file=sys.stderr)
         except OSError:  # nobody reads stderr any more
             self.handleError(record)
 
 
-HANDLER = LineHandler()
 LOGGER = logging.getLogger("kge_torchrec.progress")
 LOGGER.setLevel(LOGGER.level or logging.INFO)  # a program may have chosen one before
 LOGGER.propagate = False
-LOGGER.addHandler(HANDLER)
+LOGGER.addHandler(LineHandler())
 
 
-def say(text: str, kind: str = "note", values: dict[str, Any] | None = None) -> None:
-    """Write a line, if this is rank 0.
-
-    Args:
-        text: For people.
-        kind: What it is about: "note", or a kind of metrics.jsonl.
-        values: For programs.
-    """
+def say(text: str) -> None:
+    """Write a line, if this is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        LOGGER.info(text, extra={"kind": kind, "values": values})
-
-
-def say_error(text: str) -> None:
-    """Write why a program ends, from any rank."""
-    if HANDLER.as_json:
-        LOGGER.error(text)
-    else:
-        print(text, file=sys.stderr)
-
-
-def show_as_json() -> None:
-    """Write one JSON object per line from now on, for warnings as well."""
-    HANDLER.as_json = True
-    logging.basicConfig(handlers=[HANDLER], level=logging.WARNING, force=True)
+        LOGGER.info(text)
 
 
 @contextmanager

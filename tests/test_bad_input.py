@@ -1,5 +1,7 @@
 """Every verb says what is wrong with bad input: an exit code and a sentence, never a traceback.
 
+Beside the inputs of a table there are random configs and command lines over the same folder, in
+which ``train``, ``tune``, ``compare``, ``extend`` and ``serve`` end where their work would begin.
 ``bad_inputs.tsv`` holds a case per line: exit code, command and the first line of the message,
 which ends with an ellipsis where another library, or a version of Python, words the rest. The
 commands run in a folder with the broken files, stores, runs and exports that are made here.  A new
@@ -11,21 +13,29 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import re
 import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from grown_runs import base_config
 from training_runs import tiny_store
 
-from kge_torchrec import api, cli
-from kge_torchrec.cli import main
+from kge_torchrec import api
+from kge_torchrec.cli import VERBS, VerbParser, main
+from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config.checks import members
+from kge_torchrec.config.keys import declared
+from kge_torchrec.config.registry import KINDS
+from kge_torchrec.errors import KGEError
 
 pytestmark = pytest.mark.slow
 
@@ -253,7 +263,7 @@ def make_world(folder: Path) -> None:
 
 with (Path(__file__).parent / "bad_inputs.tsv").open(encoding="utf-8", newline="") as _file:
     CASES = list(csv.reader(_file, delimiter="\t", quoting=csv.QUOTE_NONE))
-VERBS = list(dict.fromkeys(command.partition(" ")[0] for _, command, _ in CASES))
+IN_TABLE = list(dict.fromkeys(command.partition(" ")[0] for _, command, _ in CASES))
 
 
 @pytest.fixture(scope="module")
@@ -268,10 +278,10 @@ def world(tmp_path_factory):
         os.chdir(before)
 
 
-def outcome(command: str, capsys: pytest.CaptureFixture) -> tuple[str, str]:
+def outcome(words: list[str], capsys: pytest.CaptureFixture) -> tuple[str, str]:
     """Its exit code, and the first line of its message."""
     try:
-        code = main(shlex.split(command))
+        code = main(words)
     except SystemExit as end:  # argparse
         code = end.code
     except BaseException as error:  # what a user would see a traceback of
@@ -281,13 +291,13 @@ def outcome(command: str, capsys: pytest.CaptureFixture) -> tuple[str, str]:
     return str(code), message.replace(f"{Path.cwd()}/", "")
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb or "no verb")
+@pytest.mark.parametrize("verb", IN_TABLE, ids=lambda verb: verb or "no verb")
 def test_bad_input_is_rejected_with_a_message(world, capsys, verb):
     wrong, files = [], set(world.rglob("*"))
     for code, command, expected in CASES:
         if command.partition(" ")[0] != verb:
             continue
-        actual, message = outcome(command, capsys)
+        actual, message = outcome(shlex.split(command), capsys)
         start = expected.removesuffix("…")
         alike = message.startswith(start) if start != expected else message == expected
         if (actual, alike) != (code, True):
@@ -302,4 +312,117 @@ def test_bad_input_is_rejected_with_a_message(world, capsys, verb):
 def test_table_has_300_cases_and_every_verb():
     assert len(CASES) >= 300 and all(code in "12" for code, _, _ in CASES)
     assert len({command for _, command, _ in CASES}) == len(CASES)
-    assert set(cli.VERBS) <= set(VERBS)
+    assert set(VERBS) <= set(IN_TABLE)
+
+
+# Random input
+
+ODD = [
+    None, True, False, 0, 1, -1, 2, 3, 8, 0.5, -0.5, 1e-9, 1e30, 10**30, -(10**30), float("nan"),
+    float("inf"), "", " ", "a", "null", "~", "1e3", "0x10", "é", "\U0001f600", "a\nb", "../..", "/",
+    "-1", "--", "[", "{", "*a", "&a", "!!python/object:os.system", "m:C", "kge_torchrec:train",
+    "foreign_parts:Words", ":", ".", "2024-01-01", "2024-99-99", [], [1], [1, 2, 3], [[]], {},
+    {"a": 1}, {"p": 1, "q": 1}, {"weight": -1}, {"n3": 0.1}, {"dura": None}, {"l2": {"p": 0}},
+    "x" * 5000, b"\xff\x00",
+]  # fmt: skip
+NAMES = [name for kind in KINDS.values() for name in kind.ours]
+NAMES += [
+    name
+    for key in declared(Config).values()
+    for kind in members(key.type)
+    for name in get_args(kind)
+    if isinstance(name, str)
+]
+BEGUN = "here work would begin"
+
+
+@pytest.fixture
+def draw(world, monkeypatch) -> random.Random:
+    """Replace long work, and return the source of random input."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KGEError(BEGUN)
+
+    for work in ("training.runs.Session", "serving.server.serve", "tuning.study.Study.run",
+                 "comparison.run_world", "growth.train_run"):  # fmt: skip
+        monkeypatch.setattr(f"kge_torchrec.{work}", stop)
+    return random.Random(34)
+
+
+def odd_config(draw: random.Random) -> Any:
+    if draw.random() < 0.03:
+        return draw.choice(ODD)
+    values: dict[str, Any] = {}
+    for key in draw.sample(all_keys(), draw.choice((1, 1, 1, 2, 3, 5))):
+        default = declared(Config)[key].default
+        value = draw.choice(NAMES if draw.random() < 0.5 else ODD)
+        if draw.random() < 0.7:  # of the kind that the key has
+            value = draw.choice(NAMES) if isinstance(default, str) else default
+            if default is None or isinstance(default, int | float):
+                value = draw.choice([0, 1, 2, 4, 0.25, 0.5, not default])
+        *group, name = key.split(".")
+        if draw.random() < 0.03:
+            name = draw.choice([name[:-1], name.upper(), "options", "a.b", ""])
+        part = values.setdefault(group[0], {}) if group and draw.random() < 0.9 else values
+        if isinstance(part, dict):
+            part[name] = value
+    return values
+
+
+def test_thousand_random_configs_are_rejected_or_begin(draw, capsys, tmp_path):
+    begun, file = 0, tmp_path / "config.yaml"
+    for number in range(1000):
+        config = odd_config(draw)
+        file.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
+        words = ["train", str(file), "--device=cpu", f"--run.dir={tmp_path / str(number)}"]
+        code, said = outcome(words, capsys)
+        assert code in "12", f"{config}\n{code}"
+        begun += BEGUN in said
+    assert begun > 50
+
+
+def odd_line(draw: random.Random, files: list[str], parsers: dict[str, VerbParser]) -> list[str]:
+    verb = draw.choice(sorted(parsers))
+    parser, words = parsers[verb], [verb]
+
+    def value(action: Any) -> str:
+        if action is not None and action.choices and draw.random() < 0.8:
+            return str(draw.choice(list(action.choices)))
+        if action is not None and action.type in (int, float) and draw.random() < 0.8:
+            return draw.choice(["0", "1", "3", "-4", "99999999"])
+        kind = draw.random()
+        if kind < 0.5:
+            return draw.choice([*files, "run", "store", "export", "good.tsv", "nowhere"])
+        if kind < 0.8:
+            return draw.choice(["e0", "e1", "r0", "r1", "?", "3", "1", "0.5", "table", "2xCPU"])
+        return str(draw.choice([*ODD, *NAMES])).replace("\0", "")
+
+    actions = [x for x in parser._actions if x.dest not in ("help", "config")]
+    for action in actions:
+        if not action.option_strings and (action.nargs != "?" or draw.random() < 0.5):
+            is_run = action.dest in parser.runs and draw.random() < 0.7
+            words.append("run" if is_run else value(action))
+    options = [action for action in actions if action.option_strings]
+    for action in draw.sample(options, min(len(options), draw.randint(0, 4))):
+        words.append(draw.choice(action.option_strings))
+        if action.nargs != 0 and draw.random() < 0.95:
+            words.append(value(action))
+    if "config" in parser.runs:
+        words.insert(1, draw.choice(["demo", "default", "run", *files]))
+        for key in draw.sample(all_keys(), draw.randint(0, 3)):
+            words += [f"--{key}", value(None)]
+    if draw.random() < 0.1:
+        draw.shuffle(words)
+    return words
+
+
+def test_thousand_random_command_lines_end_without_traceback(draw, world, capsys, monkeypatch):
+    files, codes = sorted(x.name for x in world.iterdir()), list[str]()
+    parsers = {verb: VerbParser(verb) for verb in VERBS}
+    for _ in range(1000):
+        words = odd_line(draw, files, parsers)
+        code, said = outcome(words, capsys)
+        assert code in ("0", "1", "2", "3"), f"{words}\n{code}"
+        assert said or code == "0", words
+        codes.append(code)
+    assert codes.count("0") > 20 and codes.count("1") > 200 and (world / "store").is_dir()

@@ -1,7 +1,6 @@
-"""The verbs of the command line: typed functions, and what they share.
+"""The verbs of the command line: typed functions that ``kge_torchrec.cli`` calls.
 
-Related verbs share a module. ``kge_torchrec.cli`` has their table, and says how a signature becomes
-options. No module of this folder imports torch before a verb does its work.
+No module of this folder imports torch before a verb does its work.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.environment import loading_torch
 
@@ -21,27 +20,14 @@ if TYPE_CHECKING:
     from kge_torchrec.config import Config
     from kge_torchrec.trained_run import Run
 
-T = TypeVar("T")
 ConfigName = Annotated[str, "CONFIG", "run"]  # a YAML file, the name of a published one, or a run
 RunPath = Annotated[str, "RUN", "run"]  # a folder
 File = Annotated[str, "FILE"]
 Count = Annotated[int, "K", "positive"]
 Threads = Annotated[int | None, "N", "positive"]
-Repeated = Annotated[Sequence[T], "repeated"]
 Settings = Sequence[str]  # ["--key.sub=value", ...]
-Log = Literal["text", "json"]
 Table = Literal["table", "json"]
 Rows = Literal["table", "json", "tsv", "parquet"]
-
-
-def follow_log(log: Log) -> list[str]:
-    """Follow --log-format; return the settings of a config that belong to it."""
-    if log == "text":
-        return []
-    from kge_torchrec.lines import show_as_json
-
-    show_as_json()
-    return ["--run.progress=false"]
 
 
 def write_records(

@@ -15,7 +15,6 @@ from kge_torchrec.environment import loading_torch
 
 def compare(
     config: ConfigName | None = None,
-    /,
     *,
     settings: Settings = (),
     engines: Annotated[Sequence[str], "NAME"] = ("torchrec", "handrolled"),
@@ -33,7 +32,6 @@ def compare(
       kge-torchrec compare runs/mine --engines handrolled dgl --repeats 0
 
     Args:
-        config: a YAML file, the name of a published one, or the folder of a run
         engines: variants; the others are compared with the first
         world_sizes: numbers of processes to compare with
         repeats: speed measurements per variant, alternating; 0 measures none

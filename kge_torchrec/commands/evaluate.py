@@ -23,7 +23,6 @@ _KINDS = {"common": "one curve", "calibrated": "calibrated"}
 
 def evaluate(
     runs: Annotated[Sequence[RunPath], "RUN"],
-    /,
     *,
     split: Literal["test", "valid", "train"] | None = None,
     triples: File | None = None,
@@ -66,30 +65,32 @@ def evaluate(
     """
     from kge_torchrec.seeds import SeedRuns, is_seeds, parse_seeds
 
-    if split is not None and triples is not None:
-        raise ConfigError("evaluate ranks --split or --triples, not both; leave one of them out")
+    several = len(runs) > 1 or is_seeds(runs[0])
+    single = next((run for run in runs if not is_seeds(run)), "")
+    for holds, problem in (
+        (split is not None and triples is not None,
+         "evaluate ranks --split or --triples, not both; leave one of them out"),
+        ((recommend or by) and several,
+         "--by and --recommend evaluate one run, such as FOLDER/seed-0"),
+        ((recommend or by) and format in ("latex", "csv"),
+         f"--format {format} is for ranks: leave --by and --recommend out"),
+        (several and single,
+         f"evaluate compares folders of train --seeds, and {single} is none; evaluate one run at "
+         "a time"),
+        (seeds is not None and not several,
+         f"--seeds: {single} is no folder of train --seeds; leave it out"),
+    ):  # fmt: skip
+        if holds:
+            raise ConfigError(problem)
     chosen: dict[str, Any] = {
         "split": split or "test",
         "candidates": candidates,
         "triples": triples,
         "candidate_file": candidate_file,
     }
-    if recommend or by:
-        if len(runs) > 1 or is_seeds(runs[0]):
-            raise ConfigError("--by and --recommend evaluate one run, such as FOLDER/seed-0")
-        if format in ("latex", "csv"):
-            raise ConfigError(f"--format {format} is for ranks: leave --by and --recommend out")
-    if len(runs) > 1 or is_seeds(runs[0]):
-        for run in runs:
-            if not is_seeds(run):
-                raise ConfigError(
-                    f"evaluate compares folders of train --seeds, and {run} is none; evaluate one "
-                    "run at a time"
-                )
+    if several:
         numbers = () if seeds is None else parse_seeds(seeds)
         return _evaluate_seeds({run: SeedRuns(run) for run in runs}, numbers, chosen, format)
-    if seeds is not None:
-        raise ConfigError(f"--seeds: {runs[0]} is no folder of train --seeds; leave it out")
     with opened(runs[0]) as trained:
         results = trained.evaluate(by=by, recommend=recommend, side=side, novelty=novelty, **chosen)
 
@@ -125,7 +126,7 @@ def _evaluate_seeds(
     runs: dict[str, SeedRuns], seeds: Sequence[int], chosen: dict[str, Any], format: Format
 ) -> int:
     """Print mean and deviation of each folder of seeds, and paired tests with the first."""
-    from kge_torchrec.seeds import paired_test, spread
+    from kge_torchrec.seeds import list_spread, paired_test, spread
 
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for name, several in runs.items():
@@ -160,6 +161,13 @@ def _evaluate_seeds(
     print(table(rows, format, MEAN_RANK))
     if format != "table":
         return 0
+    lists: list[dict[str, Cell]] = [
+        {"run": name, "by": by, **row}
+        for name, x in results.items()
+        for by, row in list_spread(x).items()
+    ]
+    if lists:
+        print(f"\nrecommendations\n{table(lists)}")
     for name, test in tests.items():
         shared = sorted(results[first].keys() & results[name].keys())
         print(
@@ -173,13 +181,7 @@ def _evaluate_seeds(
 
 
 def results_table(results: dict[str, Any], format: Format = "table", ties: bool = False) -> str:
-    """Return the metrics of a ranking, one line per side.
-
-    Args:
-        results: The result of ``metrics``.
-        format: Any but "json".
-        ties: Whether to add lines with the optimistic and the pessimistic rank of ties.
-    """
+    """Return the result of ``metrics`` as a table, one line per side, in any format but JSON."""
     rows: list[dict[str, Cell]] = []
     shown = {side: results[side] for side in SIDES if side in results}
     shown |= {name: x["both"] for name, x in results.get("baselines", {}).items()}
@@ -233,7 +235,6 @@ def selection(results: dict[str, Any]) -> str:
 
 def report(
     runs: Annotated[Sequence[RunPath], "RUN"],
-    /,
     *,
     output: File | None = None,
     models: bool = True,
@@ -256,7 +257,6 @@ def report(
 
 def calibrate(
     run: RunPath,
-    /,
     *,
     top: Count = 10,
     limit: Annotated[int, "N", "positive"] = 10_000,

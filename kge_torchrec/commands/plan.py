@@ -17,7 +17,6 @@ _Number = Annotated[str | None, "N"]
 
 def plan(
     config: ConfigName | None = None,
-    /,
     *,
     devices: str,
     settings: Settings = (),
@@ -43,7 +42,6 @@ def plan(
       kge-torchrec plan umls --data.path DIRECTORY --devices 2xCPU --all
 
     Args:
-        config: a YAML file, the name of a published one, or the folder of a run
         devices: all devices of the run, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU,
             4xCPU-64GB, or any card by its memory: 8xGPU-96GB
         hosts: hosts that share the devices evenly

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 def predict(
     run: RunPath,
-    /,
     *,
     head: Annotated[str | None, "X"] = None,
     relation: Annotated[str | None, "Y"] = None,
@@ -48,8 +47,9 @@ def predict(
       --queries FILE             one query per line
       --relation Y               (?, Y, ?): new links of the whole relation
 
+    The verb score gives the scores of whole triples.
+
     Args:
-        run: the folder of a run, or an export
         head: label of an entity
         relation: label of a relation
         tail: label of an entity
@@ -119,7 +119,6 @@ def _with_facts(
 
 def recommend(
     run: RunPath,
-    /,
     *,
     relation: Annotated[str, "Y"],
     head: Annotated[str | None, "X"] = None,
@@ -136,7 +135,6 @@ def recommend(
     """List the best tails of a relation for one head or many.
 
     Args:
-        run: the folder of a run, or an export
         head: label of an entity, such as user:17
         heads: a file of labels, one per line, instead of --head
         head_facts: a file of triples of heads that the run does not have, such as visits of new
@@ -176,7 +174,6 @@ def recommend(
 def score(
     run: RunPath,
     triples: File,
-    /,
     *,
     side: Literal["tail", "head"] = "tail",
     format: Rows = "table",
@@ -186,7 +183,6 @@ def score(
     """Score the triples of a file.
 
     Args:
-        run: the folder of a run, or an export
         triples: a file of triples: head, relation and tail with tabs between; bad lines are
             reported, and the others scored
         side: missing side of the queries; with reciprocal relations the two scores differ
@@ -201,7 +197,6 @@ def score(
 def nearest(
     run: RunPath,
     entity: str,
-    /,
     *,
     top: Count = 10,
     format: Rows = "table",
@@ -211,7 +206,6 @@ def nearest(
     """List the entities nearest to one.
 
     Args:
-        run: the folder of a run, or an export
         entity: label of an entity
         top: number of entities
     """

@@ -12,7 +12,6 @@ from kge_torchrec.config.parser import data_config
 
 def prepare(
     sources: Annotated[Sequence[str], "DIR_OR_FILE"],
-    /,
     *,
     output: Annotated[str, "STORE"],
     settings: Settings = (),
@@ -24,17 +23,16 @@ def prepare(
 ) -> int:
     """Turn files of triples into a store for many runs.
 
-    Keys of data say how triples are read and split, with values as in a config.
+    Keys of data say how triples are read and split, as --data.columns or only --columns.
+    `kge-torchrec list keys data` says what they mean.
 
     Args:
         sources: a directory with train, valid and test files, files, or a description of edge files
             (YAML); a data set such as pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built
             in)
         output: folder of the new store, for --data.path
-        seed: seed of the split
         memory: memory for the triples that are compared or sorted at a time (default: half of this
             machine's)
-        threads: number of CPU threads that read (default: all cores, at most 4 for a file)
         overwrite: replace an existing store
         progress: show no progress bar
     """
@@ -61,7 +59,6 @@ def prepare(
 def data(
     check: Literal["check"],
     data: Sequence[str],
-    /,
     *,
     settings: Settings = (),
     seed: int = 0,
@@ -70,13 +67,12 @@ def data(
 ) -> int:
     """Check a graph for leaks, repeats and unseen entities.
 
-    Keys of data say how triples are read and split, with values as in a config.
+    Keys of data say how triples are read and split, as --data.columns or only --columns.
+    `kge-torchrec list keys data` says what they mean.
 
     Args:
         check: what to do
         data: a store, or a source of triples like in prepare
-        seed: seed of the split
-        threads: number of CPU threads that read (default: all cores, at most 4 for a file)
     """
     _limit_threads(threads)
     from kge_torchrec.reports.data_check import check_data, text

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kge_torchrec.commands import Count, File, Repeated, RunPath, config_of, is_first_rank, opened
+from kge_torchrec.commands import Count, File, RunPath, config_of, is_first_rank, opened
 from kge_torchrec.environment import loading_torch
 
 
 def export(
     run: RunPath,
-    /,
     *,
     output: Annotated[str, "DIR"],
     checkpoint: Annotated[str, "best|newest|NAME"] = "best",
@@ -42,18 +42,16 @@ def export(
 
 def serve(
     run: Annotated[RunPath, "RUN_OR_EXPORT"],
-    /,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     max_k: Count = 1000,
-    allow_host: Annotated[Repeated[str], "NAME"] = (),
+    allow_host: Annotated[Sequence[str], "NAME"] = (),
     names: File | None = None,
 ) -> int:
     """Answer queries about a run over HTTP.
 
     Args:
-        run: the folder of a run, or an export
         host: address to listen on (127.0.0.1: only this machine); there is no password
         port: port to listen on; 0: any free port
         max_k: most answers per request

@@ -19,7 +19,6 @@ _UNITS: Shown = {"epochs": ".4g", "time": seconds, "triples/s": ",.0f", "size": 
 
 def show(
     runs: Annotated[Sequence[RunPath], "RUN"],
-    /,
     *,
     format: Literal["table", "json", "csv"] = "table",
 ) -> int:
@@ -27,6 +26,7 @@ def show(
 
     It reads folders only: of runs in any state, of exports, and of train --seeds, whose runs are
     one line of means and standard deviations. JSON and CSV have seconds and bytes.
+    The verb report writes an HTML page about runs.
 
     Examples:
       kge-torchrec show runs/*
@@ -73,16 +73,11 @@ def show(
         print(f"\ndifferent triples, so the metrics do not compare: {listed}")
     defaults = " from the defaults" if len(rows) == 1 else ""
     print(f"\nsettings that differ{defaults}{'' if changed else ': none'}")
-    names = [str(row["run"]) for row in rows]
-    by_run: list[dict[str, Cell]] = [
-        {"run": name, **{key: _text(values.get(key, "-")) for key in changed}}
-        for name, values in zip(names, settings, strict=True)
-    ]
-    by_key: list[dict[str, Cell]] = [
-        {"key": key, **{str(row["run"]): row[key] for row in by_run}} for key in changed
-    ]
+    named = [(str(row["run"]), values) for row, values in zip(rows, settings, strict=True)]
     if changed:
-        print(min(table(by_key), table(by_run), key=lambda text: text.index("\n")))
+        print(
+            table([{"key": x, **{run: _text(v.get(x, "-")) for run, v in named}} for x in changed])
+        )
     return 0
 
 

@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 from kge_torchrec.commands import (
     ConfigName,
     File,
-    Log,
-    Repeated,
     RunPath,
     Settings,
     config_of,
-    follow_log,
     is_first_rank,
 )
 from kge_torchrec.commands.evaluate import (
-    MEAN_RANK,
     SIDES,
+    evaluate,
     print_unbeaten,
     results_table,
     selection,
 )
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import loading_torch
-from kge_torchrec.tables import Cell, table
 
 if TYPE_CHECKING:
     from kge_torchrec.seeds import SeedRuns
@@ -34,19 +30,17 @@ if TYPE_CHECKING:
 
 def train(
     config: ConfigName | None = None,
-    /,
     *,
     settings: Settings = (),
     seeds: Annotated[str | None, "N|N,N,..."] = None,
     resume: Annotated[str | None, "RUN"] = None,
     force: bool = False,
     ties: bool = False,
-    log_format: Log = "text",
 ) -> int:
     """Train, rank the test triples with the best model, and write the folder of the run.
 
     evaluate, predict and export take this folder. --key.sub value changes a key of CONFIG, before
-    or after it; all keys, with meaning and default, are below.
+    or after it; `kge-torchrec list keys` says what they mean, and list configs has all configs.
 
     Examples:
       kge-torchrec train demo
@@ -69,7 +63,6 @@ def train(
     from kge_torchrec.config.parser import config_from_dict, load_config
     from kge_torchrec.seeds import is_seeds, resume_seeds, train_seeds
 
-    settings = [*settings, *follow_log(log_format)]
     if resume is None:
         if force:
             raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
@@ -100,17 +93,9 @@ def train(
 
 def _report_seeds(runs: SeedRuns) -> int:
     """Print mean and deviation of the results on test, on rank 0."""
-    from kge_torchrec.seeds import list_spread, spread
-
-    results = runs.results()
-    if is_first_rank() and all(x["test"] is not None for x in results.values()):
-        tests = {seed: x["test"] for seed, x in results.items()}
-        rows: list[dict[str, Cell]] = [{"side": side, **row} for side, row in spread(tests).items()]
-        lists: list[dict[str, Cell]] = [{"by": by, **row} for by, row in list_spread(tests).items()]
-        title = f"test, mean and standard deviation of {len(results)} seeds"
-        print(f"\n{title}\n{table(rows, shown=MEAN_RANK)}")
-        if lists:
-            print(f"\nrecommendations\n{table(lists)}")
+    if all(results["test"] is not None for results in runs.results().values()):
+        evaluate([str(runs.path)])
+    if is_first_rank():
         print(f"\nrun folders: {runs.path}/seed-*")
     return 0
 
@@ -151,7 +136,6 @@ def _report(run: Run, ties: bool) -> int:
 def extend(
     run: RunPath,
     triples: Annotated[Sequence[str], "NEW_TRIPLES"] = (),
-    /,
     *,
     output: Annotated[str, "NEWRUN"],
     delete: File | None = None,
@@ -160,8 +144,7 @@ def extend(
     checkpoint: Annotated[str, "NAME"] = "best",
     allow_unseen_relations: bool = False,
     features: File | None = None,
-    set: Annotated[Repeated[str], "KEY=VALUE"] = (),
-    log_format: Log = "text",
+    set: Annotated[Sequence[str], "KEY=VALUE"] = (),
 ) -> int:
     """Add triples, with new entities and relations, to a run.
 
@@ -197,7 +180,7 @@ def extend(
         checkpoint=checkpoint,
         allow_unseen_relations=allow_unseen_relations,
         features=features,
-        overrides=[*(f"--{setting}" for setting in set), *follow_log(log_format)],
+        overrides=[f"--{setting}" for setting in set],
     )
     if is_first_rank():
         _report_extension(made)

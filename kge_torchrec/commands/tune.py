@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kge_torchrec.commands import ConfigName, File, Log, Settings, follow_log
+from kge_torchrec.commands import ConfigName, File, Settings
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import config_from_dict, load_config
@@ -16,7 +16,6 @@ from kge_torchrec.environment import loading_torch
 
 def tune(
     config: ConfigName | None = None,
-    /,
     *,
     settings: Settings = (),
     trials: int | None = None,
@@ -25,7 +24,6 @@ def tune(
     halving: Literal["epochs", "none"] | None = None,
     storage: Annotated[str | None, "URL"] = None,
     resume: Annotated[str | None, "STUDY"] = None,
-    log_format: Log = "text",
 ) -> int:
     """Train with many settings, drop poor ones early, and write the best config.
 
@@ -39,7 +37,6 @@ def tune(
       kge-torchrec train studies/demo/best.yaml
 
     Args:
-        config: a YAML file, the name of a published one, or the folder of a run
         trials: trials of the whole study (default: 30)
         study: folder of the study (default: studies/SCORER-TIME)
         space: YAML file of keys with ranges or lists (default: chosen from scorer and graph, and
@@ -53,7 +50,6 @@ def tune(
         raise ConfigError("tune runs trials of one process each; call it without torchrun")
     if trials is not None:
         at_least("trials", trials, 1)
-    settings = [*settings, *follow_log(log_format)]
     if resume is None:
         with loading_torch():
             loaded = load_config(config, settings)
@@ -67,7 +63,7 @@ def tune(
             "--halving and --storage"
         )
     here = config_from_dict({}, settings)
-    keys = {word.partition("=")[0].removeprefix("--") for word in settings} - {"run.progress"}
+    keys = {word.partition("=")[0].removeprefix("--") for word in settings}
     if keys - {"threads", "device"}:
         raise ConfigError(
             f"{min(keys - {'threads', 'device'})}: the trials of a study share all keys but those "

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from kge_torchrec import files
 from kge_torchrec.config.checks import Check, ConfigError, NonNegativeInt, PositiveInt
 from kge_torchrec.config.data import DataConfig, NegativesConfig
 from kge_torchrec.config.entities import EntitiesConfig
@@ -27,7 +28,6 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.model import SCORER_NAMES, DenseConfig, LossConfig, ModelConfig
 from kge_torchrec.config.registry import is_built_in
 from kge_torchrec.config.rules import check_rules
-from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
     GraphSize,
     decided_by,
@@ -35,7 +35,13 @@ from kge_torchrec.config.sizing import (
     is_raced,
     settled,
 )
-from kge_torchrec.config.training import OPTIMIZER_NAMES, EvaluationConfig, TrainConfig
+from kge_torchrec.config.training import (
+    OPTIMIZER_NAMES,
+    CheckpointConfig,
+    EvaluationConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "OPTIMIZER_NAMES",
@@ -114,13 +120,7 @@ class Config(Section):
         return self.train.extension.freeze != "none" or self.model.init_options.frozen
 
     def captures(self, on_cuda: bool, world_size: int, has_features: bool) -> bool:
-        """Return whether a CUDA graph holds the scores of a step; with auto, wherever one can.
-
-        Args:
-            on_cuda: Whether the ranks compute on GPUs.
-            world_size: The number of ranks.
-            has_features: Whether entities have features.
-        """
+        """Return whether a CUDA graph holds the scores of a step; with auto, wherever one can."""
         may = self.train.pipeline in ("auto", "graph")
         return may and not self.capture_problem(on_cuda, world_size, has_features)
 
@@ -175,25 +175,15 @@ class Config(Section):
                     "handrolled"
                 )
 
-    @property
-    def decided_by(self) -> str | None:
-        """Why rules complete this config, such as "loss.name is given"; None if a race does."""
-        return decided_by(self)
-
-    def settled(self, graph: GraphSize, on_cuda: bool = False, world_size: int = 1) -> Config:
-        """Return the config with a number for every null, for a graph on some ranks."""
-        return settled(self, graph, on_cuda, world_size)
+    decided_by = property(decided_by)
+    settled = settled
 
     def filled_from(self, other: Config, raced: bool = False) -> Config:
         """Return the config with the values of another one where this one leaves them open.
 
-        Args:
-            other: The config that has the values.
-            raced: Whether a race chose them; then they fill every key that a race decides.
+        Those of a race fill every key that a race decides.
         """
-        chosen: list[str] = []
-        if raced and self.decided_by is None:
-            chosen = list(filter(is_raced, declared(Config)))
+        chosen = [x for x in declared(Config) if raced and is_raced(x) and not self.decided_by]
         values = {key: attrgetter(key)(other) for key in (*RESOLVED_KEYS, *chosen)}
         return filled(self, values, replaced=chosen)
 
@@ -201,13 +191,9 @@ class Config(Section):
         """Return nested plain values, for YAML and JSON."""
         return asdict(self)
 
-    def to_yaml(self) -> str:
-        """Return the text of a config file with every key."""
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False)
-
     def save(self, path: Path) -> None:
-        """Write the config as YAML."""
-        path.write_text(self.to_yaml(), encoding="utf-8")
+        """Write a config file with every key."""
+        files.write_text(path, yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False))
 
 
 RESOLVED_KEYS = tuple(name for name, item in declared(Config).items() if item.is_chosen)

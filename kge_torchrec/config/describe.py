@@ -6,9 +6,7 @@ For a terminal, for a page, and as a JSON schema for editors.
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -17,9 +15,9 @@ from itertools import groupby, pairwise
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from kge_torchrec.config import Config
-from kge_torchrec.config.keys import Key, Part, declared, group_of
-from kge_torchrec.config.options import as_yaml, checks_of, in_words, members
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.checks import as_yaml, checks_of, in_words, members
+from kge_torchrec.config.keys import Key, declared, group_of
 from kge_torchrec.config.registry import KINDS, resolve
 
 _COLUMNS = """\
@@ -31,10 +29,12 @@ def keys_help(first: str = "") -> str:
     """Return the help of keys for a terminal: of all, or of those that begin with ``first``."""
     lines: list[str] = []
     for section, keys in _sections():
-        lines += [] if first else [f"{section}:"]
-        for key in keys:
-            if key.name.startswith(first) and (not first or key.name != "data.path"):
-                lines += _entry(key.name, key)
+        shown = [
+            line for key in keys if key.name.startswith(first) for line in _entry(key.name, key)
+        ]
+        lines += [f"{section}:", *shown] if shown else []
+    if not lines:
+        raise ConfigError(f"no key begins with {first!r}")
     return "\n".join(lines)
 
 
@@ -64,7 +64,9 @@ def keys_tables() -> str:
         parts += [f"## {section}\n", _COLUMNS]
         for key in keys:
             parts.append(_row(key.name, key, help_of(key), key.resume.answer))
-            parts += _rows_of_options(key)
+            for option, text, owners in _options(key.part.kind) if key.part else ():
+                said = f"{', '.join(owners)}: {text}"
+                parts.append(_row(f"{key.name}.{option.name}", option, said, key.resume.answer))
         parts[-1] += "\n"
     return "\n".join(parts).rstrip()
 
@@ -77,18 +79,14 @@ def _sections() -> Iterator[tuple[str, Iterator[Key]]]:
     )
 
 
-def _rows_of_options(holder: Key) -> Iterator[str]:
-    """Yield a row of the table for each option that a key may hold; equal ones share a row."""
-    rows: dict[tuple[str, str, str], tuple[Key, list[str]]] = {}
-    if holder.part is None:
-        return
-    for part in KINDS[holder.part.kind].ours:
-        for name, key in declared(resolve(holder.part.kind, part).Options).items():
+def _options(kind: str) -> list[tuple[Key, str, list[str]]]:
+    """Return each option of the parts of a kind, its help and owners; equal ones share an entry."""
+    options: dict[tuple[str, str, str], tuple[Key, str, list[str]]] = {}
+    for part in KINDS[kind].ours:
+        for name, key in declared(resolve(kind, part).Options).items():
             same = name, help_of(key), as_yaml(key.default)
-            rows.setdefault(same, (key, []))[1].append(part)
-    for (name, text, _), (key, owners) in rows.items():
-        said = f"{', '.join(owners)}: {text}"
-        yield _row(f"{holder.name}.{name}", key, said, holder.resume.answer)
+            options.setdefault(same, (key, same[1], []))[2].append(part)
+    return list(options.values())
 
 
 def _entry(name: str, key: Key) -> list[str]:
@@ -111,27 +109,23 @@ def _row(name: str, key: Key, text: str, resume: str) -> str:
 def help_of(key: Key) -> str:
     """Return the text below the field of a key, in its class or a base of it."""
     own = key.name.rpartition(".")[2]
-    texts = (_texts_in(base.__module__).get(base.__qualname__, {}) for base in key.owner.__mro__)
-    return next((found[own] for found in texts if own in found), "")
+    return next((texts[own] for base in key.owner.__mro__ if own in (texts := _texts_in(base))), "")
 
 
 @cache
-def _texts_in(module: str) -> dict[str, dict[str, str]]:
-    """Return the texts below fields in the source of a module, by class."""
-    texts: dict[str, dict[str, str]] = {}
-
-    def read(node: ast.Module | ast.ClassDef, prefix: str) -> None:
-        for above, below in pairwise(node.body):
-            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                text = " ".join(ast.literal_eval(below.value).split())
-                text = text.replace("SCORER_NAMES", ", ".join(KINDS["scorer"].ours))
-                texts.setdefault(prefix.rstrip("."), {})[ast.unparse(above.target)] = text
-        for inner in node.body:
-            if isinstance(inner, ast.ClassDef):
-                read(inner, f"{prefix}{inner.name}.")
-
-    with contextlib.suppress(OSError, TypeError):  # a class of a session has no source
-        read(ast.parse(inspect.getsource(sys.modules[module])), "")
+def _texts_in(cls: type) -> dict[str, str]:
+    """Return the texts below fields in the source of a class."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError):  # a class of a session has no source
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for above, below in pairwise(tree.body):
+        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+            text = " ".join(ast.literal_eval(below.value).split())
+            names = ", ".join(KINDS["scorer"].ours)
+            texts[ast.unparse(above.target)] = text.replace("SCORER_NAMES", names)
     return texts
 
 
@@ -144,7 +138,7 @@ _BY_KEY = {of.key: kind for kind, of in KINDS.items()}
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file; the options of a part depend on its name."""
+    """Return the JSON schema of a config file."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "kge_torchrec config"}
     return {**schema, **_schema_of(Config, ""), "patternProperties": _DOTTED}
 
@@ -152,7 +146,6 @@ def json_schema() -> dict[str, Any]:
 def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
     """Return the schema of a group of keys, or of the options of a part."""
     properties: dict[str, Any] = {}
-    depends: list[Any] = []
     for item in fields(cls):
         name, group = f"{prefix}{item.name}", group_of(item)
         if group is not None:
@@ -160,13 +153,15 @@ def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
             properties[item.name] = {"description": title, **_schema_of(group, f"{name}.")}
             continue
         key = declared(cls)[item.name]
-        own = _type_schema(key.type) | {"description": help_of(key)}
-        if item.default is not MISSING:
-            own["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
-        if key.part is not None:
-            depends += _options_by_name(item.name, key.part, cls)
+        own = properties[item.name] = _key_schema(key, help_of(key))
         kind = _BY_KEY.get(name)
-        if kind is not None and own.get("type") == "object":  # a weight or options for each name
+        if key.part is not None:  # the options of every part, which another key names
+            options = own["properties"] = {}
+            for option, text, owners in _options(key.part.kind):
+                found = options.setdefault(option.name, _key_schema(option, ""))
+                said = f"{found['description']} {', '.join(owners)}: {text}"
+                found["description"] = said.strip()
+        elif kind is not None and own.get("type") == "object":  # a weight or options for each name
             number = {"type": "number"}
             own["properties"] = {
                 part: {"anyOf": [number, _schema_of(resolve(kind, part).Options, "")]}
@@ -174,9 +169,15 @@ def _schema_of(cls: Any, prefix: str) -> dict[str, Any]:
             }
         elif kind is not None:  # complete names, and accept import paths
             own["anyOf"] = [{"enum": list(KINDS[kind].ours)}, {"type": own.pop("type")}]
-        properties[item.name] = own
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return schema | ({"allOf": depends} if depends else {})
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _key_schema(key: Key, text: str) -> dict[str, Any]:
+    schema = _type_schema(key.type) | {"description": text}
+    if key.default is not MISSING:
+        is_tuple = isinstance(key.default, tuple)
+        schema["default"] = list(key.default) if is_tuple else key.default
+    return schema
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
@@ -192,21 +193,3 @@ def _type_schema(hint: Any) -> dict[str, Any]:
     for check in checks_of(hint):
         schema |= getattr(check, "schema", {})
     return schema
-
-
-def _options_by_name(key: str, part: Part, cls: Any) -> list[Any]:
-    """Return conditions: where a part is named, or the default, the key has its options."""
-    names: dict[Any, list[str]] = {}
-    for name in KINDS[part.kind].ours:
-        names.setdefault(resolve(part.kind, name).Options, []).append(name)
-    default = declared(cls)[part.field].default
-    return [
-        {
-            "if": {
-                "properties": {part.field: {"enum": owners}},
-                **({} if default in owners else {"required": [part.field]}),
-            },
-            "then": {"properties": {key: _schema_of(options, "")}},
-        }
-        for options, owners in names.items()
-    ]

@@ -11,10 +11,10 @@ from kge_torchrec.config.checks import (
     ConfigError,
     PositiveFloat,
     PositiveInt,
+    checked_type,
     least,
 )
 from kge_torchrec.config.keys import Resume, Section, fixed, key, only_with, parse_options
-from kge_torchrec.config.options import checked_type
 from kge_torchrec.config.registry import part_name, resolve
 from kge_torchrec.config.sizing import SCALES, Distribution, rate_of
 
@@ -142,15 +142,9 @@ class EntitiesConfig(Section, prefix="entities."):
         return self.placement_options.cache_ratio if self.placement == MANAGED else 0.0
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
-        """Return the settings of a node type's table, with those of all entities where null.
+        """Return the settings of a node type's table, with those of train and model where null.
 
-        Args:
-            kind: The type.
-            train: The section ``train`` of the config.
-            model: The section ``model`` of the config.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
+        Raises ConfigError for a setting that is unknown or out of range.
         """
         name = f"entities.tables.{kind}"
         values = checked_type((self.tables or {}).get(kind), dict[str, Any] | None, name)

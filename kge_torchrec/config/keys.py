@@ -3,14 +3,10 @@
     accumulation: PositiveInt = 1
     "Micro-batches per step, for less memory; the result is that of one batch."
 
-The field is the only place where a key is described: its type has the range, and the string below
-it, in triple quotes, is the help of ``train --help``, of the docs and of editors. ``key`` adds when
-it has an effect (``check_effects`` refuses a value without) and whether it may change when a run
-resumes (``check_resume``). ``Section`` checks values, and ``declared`` returns the keys of a class.
-
-A field whose default is made by a dataclass is a group of keys, such as ``model.dropout``. A key
-with a ``Part`` holds the options of the class that another key names, such as ``model.options``.
-The fields of that class's ``Options`` are declared in the same way, and the same rules hold.
+The type has the range, and the string, in triple quotes, is the help in ``list keys``, in the docs
+and in editors.  A default that is a dataclass makes a group of keys, such as ``model.dropout``.  A
+key with a ``Part`` has the options of the class that another key names, as ``model.options``; that
+class declares them in its ``Options`` in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
-from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.options import as_yaml, checked_type, members
+from kge_torchrec.config.checks import ConfigError, as_yaml, checked_type, members
 from kge_torchrec.config.registry import is_built_in, resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
@@ -32,17 +27,11 @@ Config = Any  # kge_torchrec.config.Config, whose file imports this one
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a start besides its config; None means unknown, and refuses nothing.
-
-    Args:
-        on_cuda: Whether the run trains on CUDA.
-        extended: Whether its triples are an extended store.
-        is_store: Whether data.path names a store, which is not read again.
-    """
+    """Facts about a start besides its config; None means unknown, and refuses nothing."""
 
     on_cuda: bool | None = None
-    extended: bool | None = None
-    is_store: bool | None = None
+    extended: bool | None = None  # the triples are an extended store
+    is_store: bool | None = None  # data.path names a store, which is not read again
 
 
 class Condition(NamedTuple):
@@ -55,8 +44,7 @@ class Condition(NamedTuple):
 
 def only_with(other: str, *values: Any) -> Condition:
     """Return the condition that another key has one of these values."""
-    listed = " or ".join(as_yaml(value) for value in values)
-    words = f"{other} {listed}"
+    words = f"{other} {' or '.join(map(as_yaml, values))}"
     return Condition(words, lambda config, _: attrgetter(other)(config) in values, other)
 
 
@@ -67,19 +55,14 @@ def only_without(other: str, value: Any, words: str = "") -> Condition:
 
 
 class Resume(NamedTuple):
-    """A rule for whether a key may change when a run resumes.
-
-    ``refuses`` gets the config so far and the new one. ``per_start`` marks keys of how a run is
-    started or shown; ``run.resume auto`` accepts another value of them.
-    """
+    """A rule for whether a key may change when a run resumes."""
 
     answer: str  # for the table of keys
     remedy: str = ""
     refuses: Callable[[Config, Config], bool] = lambda before, after: False
-    per_start: bool = False
+    per_start: bool = False  # how a run is started or shown; run.resume auto accepts a change
 
 
-MAY_CHANGE = Resume("yes")
 PER_START = Resume("yes", per_start=True)
 
 
@@ -89,38 +72,22 @@ def fixed(remedy: str = "start a new run") -> Resume:
 
 
 class Part(NamedTuple):
-    """The owner of options that another key of the section names.
+    """The owner of the options in a key."""
 
-    Args:
-        kind: Kind of the part, as in ``registry.KINDS``.
-        field: Field of the section that names the part.
-    """
-
-    kind: str
-    field: str
+    kind: str  # of ``registry.KINDS``
+    field: str  # the field of the section that names it
 
 
 class Key(NamedTuple):
-    """A key of the config, or an option of a part.
-
-    Attributes:
-        name: The dotted key, or the name of the option.
-        owner: The dataclass with its field.
-        type: Its type, which takes null where the default is null.
-        default: The default; MISSING if a foreign option has none.
-        is_chosen: Whether ``sizing`` chooses a value for null: its declared type has no null.
-        acts: All conditions under which it has an effect.
-        resume: Whether it may change when a run resumes.
-        part: The owner of the options that it holds.
-    """
+    """A key of the config by its dotted name, or an option of a part by its name."""
 
     name: str
-    owner: Any
-    type: Any
-    default: Any
-    is_chosen: bool
-    acts: tuple[Condition, ...] = ()
-    resume: Resume = MAY_CHANGE
+    owner: Any  # the dataclass with its field
+    type: Any  # it takes null where the default is null
+    default: Any  # MISSING if a foreign option has none
+    is_chosen: bool  # ``sizing`` chooses a value for null: its declared type has no null
+    acts: tuple[Condition, ...] = ()  # it has an effect where all of them hold
+    resume: Resume = Resume("yes")
     part: Part | None = None
 
 
@@ -128,16 +95,12 @@ def key(
     default: Any,
     *,
     acts: Condition | tuple[Condition, ...] = (),
-    resume: Resume = MAY_CHANGE,
+    resume: Resume = Resume("yes"),  # noqa: B008
     part: Part | None = None,
 ) -> Any:
-    """Return a dataclass field for a key of the config.
+    """Return a dataclass field for a key of the config; the arguments are those of ``Key``.
 
-    Args:
-        default: Its default; a type, such as dict, makes a new one for each config.
-        acts: As in ``Key``, one or several.
-        resume: As in ``Key``.
-        part: As in ``Key``.
+    A default that is a type, such as dict, makes a new value for each config.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
     metadata = {"acts": conditions, "resume": resume, "part": part}
@@ -173,8 +136,8 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Key]:
 class Section:
     """Base of a group of keys: gives its values their types and checks them when it is made.
 
-    The options of a part get the types of its class. Raises ConfigError for a value of a wrong type
-    or out of range, and for an unknown option.
+    Options of a part are those that are not at their defaults. Raises ConfigError for a value of a
+    wrong type or out of range, and for an unknown option.
     """
 
     prefix = ""  # name of the section and a dot
@@ -190,42 +153,35 @@ class Section:
             value = getattr(self, name)
             if value is not item.default:
                 value = checked_type(value, item.type, self.prefix + name)
-            object.__setattr__(self, name, value)
             if item.part is not None:
                 owner = getattr(self, item.part.field)
+                if value and owner is None:
+                    named = self.prefix + item.part.field
+                    raise ConfigError(f"{self.prefix}{name}: {named} null has no options")
                 # a foreign class may have an option without a default
                 if value or not (owner is None or is_built_in(item.part.kind, owner)):
                     options = self.options_in(name)
-                    chosen = {x: getattr(options, x) for x in value if value[x] is not None}
-                    object.__setattr__(self, name, chosen)
+                    value = {
+                        x: getattr(options, x)
+                        for x, option in declared(options.__class__).items()
+                        if value.get(x) is not None and getattr(options, x) != option.default
+                    }
+            object.__setattr__(self, name, value)
 
     def options_in(self, name: str) -> Any:
         """Return the options of a part that a field holds, with defaults, as its ``Options``."""
         cls: Any = type(self)
         part = declared(cls)[name].part
         assert part is not None
-        named = getattr(self, part.field)
-        owner = NoOptions if named is None else resolve(part.kind, named)
+        owner = resolve(part.kind, getattr(self, part.field))
         return parse_options(owner, getattr(self, name), self.prefix + name)
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of no part."""
-
-    name = "data.reader null"  # no other part may be null
-
-
 def parse_options(owner: Any, values: Mapping[str, Any], key: str) -> Any:
-    """Return the options of a class with some values; null takes the default.
+    """Return the ``Options`` of a class, or a dataclass, with some values; null takes the default.
 
-    Args:
-        owner: The class with a dataclass ``Options``, or the dataclass itself.
-        values: {name: value}, as a config holds them.
-        key: The key that holds the values, for messages.
-
-    Raises:
-        ConfigError: An option is unknown, required and missing, of a wrong type or out of range.
+    Raises ConfigError, with the ``key`` that holds the values, for an option that is unknown,
+    required and missing, of a wrong type or out of range.
     """
     options: Any = getattr(owner, "Options", owner)
     of = getattr(owner, "name", "") or owner.__name__
@@ -253,24 +209,25 @@ def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a config, or a section of one, with other values for some dotted keys."""
     if not values:
         return config
-    groups: dict[str, dict[str, Any]] = {}
     changed: dict[str, Any] = {}
     for name, value in values.items():
         group, _, rest = name.partition(".")
         if rest:
-            groups.setdefault(group, {})[rest] = value
+            changed.setdefault(group, {})[rest] = value
         else:
             changed[name] = value
-    changed |= {name: replace_keys(getattr(config, name), new) for name, new in groups.items()}
+    groups = {name.partition(".")[0] for name in values if "." in name}
+    changed |= {x: replace_keys(getattr(config, x), changed[x]) for x in changed if x in groups}
     return replace(config, **changed)
 
 
 def settings_of(config: Config, key: Key) -> dict[str, tuple[Key, Any]]:
     """Return {name: (key, value)} of a key, or of all options that it holds, with defaults."""
-    section, _, own = key.name.rpartition(".")
-    if key.part is None:
-        return {key.name: (key, attrgetter(key.name)(config))}
-    options = attrgetter(section)(config).options_in(own)
+    holder, _, own = key.name.rpartition(".")
+    section: Any = attrgetter(holder)(config) if holder else config
+    if key.part is None or getattr(section, key.part.field) is None:
+        return {key.name: (key, getattr(section, own))}
+    options = section.options_in(own)
     items = declared(options.__class__).items()
     return {f"{key.name}.{x}": (item, getattr(options, x)) for x, item in items}
 
@@ -298,10 +255,7 @@ def without_effect(
 def check_effects(
     config: Config, facts: Facts = Facts(), keys: Iterable[str] | None = None
 ) -> None:
-    """Raise ConfigError for a key that was set and has no effect.
-
-    keys: look at these only; None looks at all.
-    """
+    """Raise ConfigError for a key, of these or of all, that was set and has no effect."""
     for reason in without_effect(config, facts, keys).values():
         raise ConfigError(reason)
 
@@ -317,13 +271,9 @@ def all_values(config: Config) -> dict[str, Any]:
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:
-    """Return the dotted keys whose values differ; an option may be left at its default."""
-    return [
-        name
-        for name, key in declared(after.__class__).items()
-        if attrgetter(name)(before) != attrgetter(name)(after)
-        and settings_of(before, key) != settings_of(after, key)
-    ]
+    """Return the dotted keys whose values differ."""
+    keys = declared(after.__class__)
+    return [name for name in keys if attrgetter(name)(before) != attrgetter(name)(after)]
 
 
 def check_resume(

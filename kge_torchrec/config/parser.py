@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
-from kge_torchrec.config.checks import check_no_url
+from kge_torchrec.config.checks import Typed, check_no_url, checked_type
 from kge_torchrec.config.keys import Facts, check_effects, declared, replace_keys, without_effect
-from kge_torchrec.config.options import Typed, checked_type
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import read_yaml
 
-Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
+Overrides = Sequence[str] | Mapping[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file, a run, the name of a file in configs/, None: defaults.
 AnyConfig = Config | dict[str, Any] | str | Path | None
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
-
 
 # What a run writes beside its config.yaml, and what another run does not take over from there.
 _BESIDE = (".lock", "checkpoints", "metrics.jsonl", "results.json", "store", "race")
@@ -31,20 +29,15 @@ _OF_A_RUN = ("--run.dir=null", "--run.resume=never", "--checkpoint.options.copy_
 
 
 class Settings:
-    """Values of keys, and where they stand.
+    """Values of keys, and where they stand; overrides win over what is there.
 
-    Args:
-        path: YAML file with the values, if any.
-        overrides: Values that win over those of the file.
+    Raises ConfigError if the file is no YAML of keys, or a key is unknown or stands twice.
 
     Attributes:
         values: {key: value}; a key that holds options has a dict.
         places: {key, group or option: "FILE:LINE"; "" where an override has it}.
         in_file: The keys whose values, or values of options, are those of the file.
         given: The keys whose values, or values of options, are those of overrides.
-
-    Raises:
-        ConfigError: The file is no YAML of keys, or a key is unknown or stands twice.
     """
 
     def __init__(self, path: Path | None = None, overrides: Overrides = ()):
@@ -62,27 +55,26 @@ class Settings:
             self.places = {name: f"{path}:{line}" for name, line in lines.items()}
             for name, value in _flat(values):
                 try:
-                    self.in_file.add(self._set(name, value, in_file=True))
+                    self.in_file.add(self._set(name, value, "needs nested 'key: value'"))
                 except ConfigError as error:
                     raise self.placed(error, name) from None
         self.add(overrides)
 
     def add(self, overrides: Overrides) -> None:
         """Add values that win over those that are there."""
-        named = _flat(overrides) if isinstance(overrides, dict) else _of_words(overrides)
+        named = _flat(overrides) if isinstance(overrides, Mapping) else _of_words(overrides)
         for name, value in named:
             key = self._set(name, value)
             self.given.add(key)
-            self.places = {
-                x: place for x, place in self.places.items() if not x.startswith(f"{name}.")
-            }
+            for inner in [x for x in self.places if x.startswith(f"{name}.")]:
+                del self.places[inner]
             self.places[name] = ""
             if name == key:
                 self.in_file.discard(key)
 
-    def _set(self, name: str, value: Any, in_file: bool = False) -> str:
+    def _set(self, name: str, value: Any, needed: str = "") -> str:
         """Set the value of a key or an option; return the key."""
-        key = key_with(name, in_file)
+        key = key_with(name, needed)
         default = declared(Config)[key].default
         if name == key:
             if value is None and default is not None:
@@ -103,8 +95,7 @@ class Settings:
     def config(self) -> Config:
         """Return the config with these values, and defaults for the others.
 
-        Raises:
-            ConfigError: A value has a wrong type or is out of range, or values contradict.
+        Raises ConfigError for a value of a wrong type or out of range, and for a contradiction.
         """
         try:
             return replace_keys(Config(), self.values)
@@ -124,7 +115,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Yield the keys or options in nested or dotted values, with their values."""
     for own, value in values.items():
         name = f"{prefix}{own}"
-        if isinstance(value, Mapping) and not _holder(name) and (value or _is_group(name)):
+        if isinstance(value, Mapping) and not _holder(name) and (value or _first_in(name)):
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
@@ -142,32 +133,26 @@ def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if text.startswith("--"):
                 key_with(name)
                 raise ConfigError(f"argument --{name}: expected one argument")
-        if _is_group(name) and isinstance(values := checked_type(Typed(text), Any, name), dict):
-            yield from _flat(values, f"{name}.")
-        else:
-            yield name, Typed(text)
+        yield name, Typed(text)
 
 
-def key_with(name: str, in_file: bool = False) -> str:
+def key_with(name: str, needed: str = "") -> str:
     """Return the key that a name is, or that holds the option of this name.
 
-    Raises:
-        ConfigError: There is none; the message has the closest key.
+    Raises ConfigError, with the closest key, if there is none. ``needed`` says what a group of keys
+    needs where it has a value.
     """
     keys = declared(Config)
     if holder := _holder(name):
         return holder
-    if _is_group(name):
-        example = next(key for key in keys if key.startswith(f"{name}."))
-        how = f"; set them one by one, such as --{example}"
-        if in_file:
-            how = " and needs nested 'key: value'"
+    if inner := _first_in(name):
+        how = f" and {needed}" if needed else f"; set them one by one, such as --{inner}"
         raise ConfigError(f"{name} is a group of keys{how}")
     # A key in a wrong place has the same last name.
     same = [key for key in keys if key.split(".")[-1] == name.split(".")[-1]]
     close = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
     close = close or difflib.get_close_matches(name, keys, n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]}?" if close else "see --help for all keys"
+    hint = f"did you mean {close[0]}?" if close else "`kge-torchrec list keys` lists all"
     raise ConfigError(f"unknown key {name}; {hint}")
 
 
@@ -179,8 +164,9 @@ def _holder(name: str) -> str:
     return holder if holder == name or (holder and isinstance(keys[holder].default, dict)) else ""
 
 
-def _is_group(name: str) -> bool:
-    return any(key.startswith(f"{name}.") for key in declared(Config))
+def _first_in(group: str) -> str:
+    """Return the first key of a group; "" if there is none."""
+    return next((key for key in declared(Config) if key.startswith(f"{group}.")), "")
 
 
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
@@ -217,15 +203,8 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
 def _decided(config: Config, from_file: Collection[str], given: Collection[str]) -> Config:
     """Return the config with default rules if a key was given that a race would decide.
 
-    Keys count as given even at their default. The key ``default`` itself says otherwise.
-
-    Args:
-        config: The config.
-        from_file: The keys of its file.
-        given: The keys of the overrides.
-
-    Raises:
-        ConfigError: The overrides ask for a race, and a key that it would decide is given.
+    Keys count as given even at their default. The key ``default`` itself says otherwise; overrides
+    that ask for a race and give such a key raise ConfigError.
     """
     counted = {*given} if "default" in from_file else {*given, *from_file}
     named = sorted(filter(is_raced, counted))
@@ -240,9 +219,8 @@ def _decided(config: Config, from_file: Collection[str], given: Collection[str])
 def read_run_config(file: Path, *overrides: Overrides) -> Config:
     """Read the config of a run, which somebody else may have written, with overrides.
 
-    Raises:
-        ConfigError: As ``config_from_dict``, or the config names classes of modules that were not
-            imported so far.
+    Raises ConfigError as ``config_from_dict``, and if the config names classes of modules that were
+    not imported so far.
     """
     settings = Settings(file)
     check_imports(settings.values, file.parent)
@@ -261,7 +239,7 @@ def is_of_run(path: str | Path) -> bool:
     return beside or Path(path).is_dir()
 
 
-def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
+def config_from_dict(values: Mapping[str, Any], overrides: Overrides = ()) -> Config:
     """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides.
 
     Keys without effect are accepted, unlike in ``load_config``.
@@ -281,33 +259,29 @@ def as_config(config: AnyConfig) -> Config:
     return load_config(config)
 
 
-def data_config(data: DataConfig | Mapping[str, Any] | Sequence[str] | None) -> DataConfig:
+def data_config(data: DataConfig | Overrides | None) -> DataConfig:
     """Return the section ``data`` of values or words, with or without "data." before their names.
 
-    Raises:
-        ConfigError: As ``load_config``, or a key is data.path or of another section.
+    Raises ConfigError as ``load_config``, and if a key is data.path or of another section.
     """
-    if not isinstance(data, DataConfig):
-        named: Overrides = ()
-        if isinstance(data, Mapping):
-            named = {_of_data(key): value for key, value in data.items()}
-        elif data is not None:
-            words = (word.removeprefix("--").partition("=") for word in data)
-            named = [f"--{_of_data(key)}{equals}{value}" for key, equals, value in words]
+    if data is None or isinstance(data, Mapping):
+        data = config_from_dict({_of_data(x): value for x, value in (data or {}).items()}).data
+    elif not isinstance(data, DataConfig):
+        named = [f"--{_of_data(word.removeprefix('--'))}" for word in data]
         data = config_from_dict({}, named).data
     keys = [key for key in all_keys() if key.startswith("data.")]
     check_effects(Config(data=data), Facts(is_store=False), keys)
     return data
 
 
-def _of_data(name: str) -> str:
-    """Return the key of ``data`` that a name means, which may lack "data."."""
-    key = f"data.{name.removeprefix('data.')}"
-    if name in all_keys() and name != key:
+def _of_data(word: str) -> str:
+    """Return a key of ``data``, or "key=value", with "data." before it."""
+    name = word.partition("=")[0]
+    if name in all_keys() and not name.startswith("data."):
         raise ConfigError(f"{name}: only keys of data say how triples are read and split")
-    if key == "data.path":
+    if name.removeprefix("data.") == "path":
         raise ConfigError("data.path: the triples are named without a key; leave it out")
-    return key
+    return f"data.{word.removeprefix('data.')}"
 
 
 def values_of(path: str | Path) -> dict[str, Any]:
@@ -322,18 +296,13 @@ def published() -> list[str]:
 
 def find_config(path: str | Path) -> Path:
     """Return the file of a config: a path, the config.yaml of a run, or a published one by name."""
-    homes = CONFIGS, CONFIGS / "recipes", CONFIGS / "portfolio"
     check_no_url(path)
     if (Path(path) / "study.json").is_file():
         raise ConfigError(f"{path} is a study; name its best config, {path}/best.yaml")
     if (Path(path) / "seeds.json").is_file():
         raise ConfigError(f"{path} is a folder of seeds; name one of its runs, {path}/seed-...")
-    candidates = [
-        Path(path),
-        Path(path) / "config.yaml",
-        *(home / f"{path}{end}" for home in homes for end in ("", ".yaml")),
-    ]
-    for candidate in candidates:
+    named = [file for file in CONFIGS.rglob("*.yaml") if str(path) in (file.stem, file.name)]
+    for candidate in (Path(path), Path(path) / "config.yaml", *named):
         if candidate.is_file():
             return candidate
     known = published()

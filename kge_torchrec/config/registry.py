@@ -23,19 +23,12 @@ from kge_torchrec.config.checks import ConfigError, one_of
 
 
 class Kind(NamedTuple):
-    """A kind of part that a config names.
-
-    Args:
-        key: The key.
-        base: The base class, as module:Class.
-        ours: The built-in classes, by name, as module:Class.
-        init: The arguments that a class is constructed with.
-    """
+    """A kind of part that a config names."""
 
     key: str
-    base: str
-    ours: dict[str, str]
-    init: str = "self and the fields of its Options by name"
+    base: str  # the base class, as module:Class
+    ours: dict[str, str]  # the built-in classes by name, as module:Class
+    init: str = "self and the fields of its Options by name"  # what a class is constructed with
 
 
 def _classes(within: str, **ours: str) -> dict[str, str]:
@@ -156,16 +149,14 @@ def check_name(kind: str, name: str, key: str) -> None:
 def resolve(kind: str, name: str) -> Any:
     """Return the class of a name.
 
-    Raises:
-        ConfigError: The name is unknown, the class cannot be imported, or it is not of this kind.
-            The message names the key.
+    Raises ConfigError if the name is unknown or the class cannot be imported or has another base.
     """
-    check_name(kind, name, KINDS[kind].key)
-    loaded = _loaded(KINDS[kind].key, KINDS[kind].ours.get(name, name))
-    base = _loaded(KINDS[kind].key, KINDS[kind].base)
+    key, base_path, ours, _ = KINDS[kind]
+    check_name(kind, name, key)
+    loaded, base = _loaded(key, ours.get(name, name)), _loaded(key, base_path)
     if not (inspect.isclass(loaded) and issubclass(loaded, base)):
         raise ConfigError(
-            f"{KINDS[kind].key}: {name} is no class derived from {base.__module__}.{base.__name__}"
+            f"{key}: {name} is no class derived from {base.__module__}.{base.__name__}"
         )
     return loaded
 
@@ -173,8 +164,7 @@ def resolve(kind: str, name: str) -> Any:
 def construct(kind: str, part: str | type, *args: Any, **named: Any) -> Any:
     """Return an instance of a class, or of the class of a name.
 
-    Raises:
-        ConfigError: The class cannot be found, or its ``__init__`` takes other arguments.
+    Raises ConfigError if the class cannot be found or its ``__init__`` takes other arguments.
     """
     cls = resolve(kind, part) if isinstance(part, str) else part
     try:
@@ -209,14 +199,11 @@ def import_modules(names: Collection[str]) -> None:
 
 
 def check_imports(values: Mapping[str, Any], where: Path) -> None:
-    """Refuse a config whose classes lie in modules that were not imported so far.
+    """Raise ConfigError if a config names classes of modules that were not imported so far.
 
     Args:
         values: The values of the config, by dotted key.
         where: The folder or file that has them.
-
-    Raises:
-        ConfigError: The message names the key, the class and how to allow it.
     """
     named = [(kind.key, values.get(kind.key)) for kind in KINDS.values()]
     tables = (values.get("entities.tables") or {}).values()

@@ -69,7 +69,7 @@ def is_raced(key: str) -> bool:
 
 
 def decided_by(config: Config) -> str | None:
-    """Return why rules and not a race complete a config, or None if a race does."""
+    """Why rules complete a config, such as "loss.name is given"; None if a race does."""
     if config.default == "rules":
         return "default is rules"
     for key, item in declared(config.__class__).items():
@@ -87,8 +87,8 @@ def decided_by(config: Config) -> str | None:
     return next((reason for reason, holds in needs.items() if holds), None)
 
 
-def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
-    """Return the config with a value for every key whose null stands for one."""
+def settled(config: Config, graph: GraphSize, on_cuda: bool = False, world_size: int = 1) -> Config:
+    """Return the config with a value for every null that stands for one, on some ranks."""
     model, loss, negatives = config.model, config.loss, config.negatives
     scorer = resolve("scorer", model.scorer)
     is_linear = scorer.relation_query is not None  # one product scores all relations

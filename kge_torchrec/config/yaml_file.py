@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.errors import ConfigError
 
 _MOST_DEPTH = 50
 _TOO_DEEP = f"values are nested more than {_MOST_DEPTH} deep"

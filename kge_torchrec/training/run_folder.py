@@ -186,7 +186,7 @@ class RunFolder:
 
     def save_config(self, config: Config) -> None:
         """Write config.yaml atomically."""
-        files.write_text(self.path / "config.yaml", config.to_yaml())
+        config.save(self.path / "config.yaml")
 
     def config_file(self) -> Path:
         """Return the file of the run's config; raise ConfigError if the folder has no run."""

@@ -252,7 +252,7 @@ def _train(
         values = {key: attrgetter(key)(session.config) for key in open_keys}
         shown = ", ".join(f"{key} {value}" for key, value in values.items() if value != "all")
         if shown:
-            say(f"defaults for this graph: {shown}", values=values)
+            say(f"defaults for this graph: {shown}")
     else:
         epochs = session.config.train.epochs
         step = f" and {progress.step} steps" if progress.step else ""

@@ -200,7 +200,7 @@ def _extend(session: Session, progress: TrainState) -> None:
     session.take_numbers(opened.progress)
     if "new" in (changes := changes_of(session.store)):
         counts = changes["new"]
-        say(", ".join(f"{n:,} new {what}" for what, n in counts.items()), values=counts)
+        say(", ".join(f"{n:,} new {what}" for what, n in counts.items()))
     try:
         session.checkpoints.save(session.state(progress), progress)
     except NonFiniteParameters as error:

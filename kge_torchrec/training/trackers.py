@@ -17,7 +17,7 @@ from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, RunConfig
-from kge_torchrec.config.run import Trackers
+from kge_torchrec.config.training import Trackers
 from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)

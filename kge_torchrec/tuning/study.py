@@ -306,8 +306,7 @@ class Study:
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                 for key, value in values.items()
             )
-            about = {"trial": trial.number, "values": values}
-            say(f"trial {trial.number}: {what}; {shown}", "trial", about)
+            say(f"trial {trial.number}: {what}; {shown}")
 
         folder = RunFolder(self.path / "trials" / f"{trial.number:04d}")
         try:

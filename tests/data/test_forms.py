@@ -20,7 +20,7 @@ import yaml
 from file_rows import labelled
 
 from kge_torchrec.cli import main
-from kge_torchrec.config.options import as_yaml as as_text
+from kge_torchrec.config.checks import as_yaml as as_text
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare

@@ -73,7 +73,7 @@ WRONG = [
     ({"train.optimizer": LION, "entities.engine": "handrolled", "entities.preset": "dgl"},
      "entities.preset: dgl has adam and adagrad only, not .*Lion"),
     ({"data.reader": "jsonl"}, "data.reader must be a name or package.module:Class, got 'jsonl'"),
-    ({"data.reader_options": {"head": "h"}}, "is no option of data.reader null, which has none"),
+    ({"data.reader_options": {"head": "h"}}, "data.reader null has no options"),
 ]  # fmt: skip
 
 

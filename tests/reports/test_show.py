@@ -89,8 +89,8 @@ def test_table_has_units_and_the_settings_that_differ(runs, tmp_path, capsys):
     assert main(["show", str(runs / "one"), str(runs / "two")]) == 0
     results, settings = capsys.readouterr().out.split("\n\n")
     assert "test mrr" not in results and "KiB" in results and " ms" in results
-    assert settings.splitlines() == ["settings that differ", "run  model.dim", "--------------",
-                                     "one  8", "two  32"]  # fmt: skip
+    assert settings.splitlines() == ["settings that differ", "key        one  two",
+                                     "-------------------", "model.dim  8    32"]  # fmt: skip
     assert main(["show", str(runs / "one")]) == 0
     settings = capsys.readouterr().out.split("\n\n")[1]
     assert settings.startswith("settings that differ from the defaults\nkey")

@@ -41,7 +41,7 @@ def test_space_reads_conditions_ranges_and_types():
         rates[values["train.optimizer"]].append(values["train.lr"])
         assert values["negatives.count"] % 8 == 0 and isinstance(values["negatives.count"], int)
         made = with_values(config, values)
-        assert made.model.options == {"p": values["model.options.p"]}
+        assert made.model.options_in("options").p == values["model.options.p"]
         assert made.train.lr == values["train.lr"]
     assert min(rates["adagrad"]) >= 0.02 and max(rates["adagrad"]) <= 1
     assert min(rates["adam"]) >= 1e-4 and max(rates["adam"]) <= 0.01
