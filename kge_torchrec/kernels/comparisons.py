@@ -29,13 +29,7 @@ _FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not 
 
 
 class Comparison:
-    """How a scorer compares an encoded query with rows.
-
-    Attributes:
-        reads_in_place: Whether ``matrix`` avoids copying the rows that an index selects.
-    """
-
-    reads_in_place = True
+    """How a scorer compares an encoded query with rows."""
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         """Score each query with its own row: query (...), rows (..., D) -> (...)."""
@@ -68,7 +62,6 @@ class EachPair(Comparison):
 
     score: Callable[..., Tensor]
     shaped: Callable[[Tensor], Tensor] = lambda rows: rows
-    reads_in_place = False
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         parts = [query] if isinstance(query, Tensor) else query
@@ -174,10 +167,6 @@ class WithBiases(Comparison):
     """
 
     inner: Comparison
-
-    @property
-    def reads_in_place(self) -> bool:  # type: ignore[override]
-        return self.inner.reads_in_place
 
     @property
     def adds_columns(self) -> bool:

@@ -2,8 +2,8 @@
 
     encoded    the scorer multiplies anchor and relation elementwise: on a CPU one operator
                computes queries and scores of triples while it reads the rows (``triple_products``)
-    in place   several chunks select the same candidates: the kernels of ``pair_scores`` read them
-               where they are
+    in place   several chunks select the same candidates: a comparison reads them where they are, as
+               the kernels of ``pair_scores`` do, or copies them itself
     gathered   all others copy the rows; backward then sums all gradients of a row once. With one
                operator per copy, autograd would make a full gradient of all rows for each
 
@@ -64,7 +64,7 @@ def read_rows(
     """
     by_kernels = batch.deduplicated and IMPLEMENTATION["triples"](rows) == "numba"
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    in_place = by_kernels and many and not drops and scorer.row_comparison.reads_in_place
+    in_place = by_kernels and many and not drops
     if by_kernels and not (gathers or in_place) and _encodes(scorer, rows):
         return _encode(scorer, rows, batch, ends, candidates, weight)
     sizes = batch.sizes[:2] if in_place else batch.sizes

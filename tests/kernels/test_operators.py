@@ -483,17 +483,6 @@ def test_unneeded_gradients_are_not_computed(monkeypatch):
     assert query.grad is not None
 
 
-@pytest.mark.parametrize("kind", ["dot", "scaled_squares"])
-@pytest.mark.slow
-def test_kernels_compile(kind):
-    call = pairs_call(kind, 3, 5, 7, 6, 5, 0)
-    doubled = lambda *inputs: tuple(2 * x for x in call.run(*inputs))  # noqa: E731
-    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
-    results = zip(computed(compiled, call.inputs), computed(doubled, call.inputs), strict=True)
-    assert all(torch.equal(one, other) for one, other in results)
-    torch._dynamo.reset()
-
-
 # Which implementation runs
 
 

@@ -130,7 +130,7 @@ READ = [
     ("distmult", {}, 1, ENTITIES, "in place"),
     ("transe_l1", {}, 32, ENTITIES, "in place"),
     ("transe_l1", {}, 33, ENTITIES, "gathered"),  # a copy pays
-    ("house", {}, 1, ENTITIES, "gathered"),  # has no kernel
+    ("house", {}, 1, ENTITIES, "in place"),  # its comparison copies
     ("distmult", {}, 33, ENTITIES, "encoded"),
     ("distmult", {}, 1, 999, "encoded"),  # fewer candidates than rows
     ("complex", {"reciprocal": True}, 40, ENTITIES, "encoded"),

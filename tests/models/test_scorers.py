@@ -159,7 +159,6 @@ def check_biases(inner, scorer, side):
         with_biases(inner.relation_scores(*alone[:2], side), anchor[:, :, None],
                     target[:, :, None]),
     )  # fmt: skip
-    assert scorer.row_comparison.reads_in_place == inner.comparison.reads_in_place
     if inner.name in ("complex", "rotate", "transe_l2", "pairre"):  # a way each to add biases
         check_bits(scorer.float())
 

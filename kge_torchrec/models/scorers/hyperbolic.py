@@ -44,8 +44,6 @@ class MinusSquaredDistance(Comparison):
     The query is (X (..., D), m (..., 1), sqrt(c) (..., 1)).
     """
 
-    reads_in_place = False
-
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         point, excess, root = query
         inner = (point * rows).sum(-1, keepdim=True)

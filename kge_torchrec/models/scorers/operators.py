@@ -88,7 +88,6 @@ class OperatedRows(Comparison):
     comparator: str
     temperature: float
     operates_on_tails: bool = False
-    reads_in_place = False
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         point, relation, operator = query

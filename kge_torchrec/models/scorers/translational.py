@@ -29,20 +29,14 @@ class TransE(Scorer):
 
 
 class TransEL1(TransE):
-    """TransE with the Manhattan distance (p = 1). An entity row holds D real numbers.
-
-    The paper's constraint that entities have length 1 is model.normalization unit.
-    """
+    """TransE with the Manhattan distance (p = 1). An entity row holds D real numbers."""
 
     name = "transe_l1"
     comparison = MinusDistance("manhattan")
 
 
 class TransEL2(TransE):
-    """TransE with the Euclidean distance (p = 2). An entity row holds D real numbers.
-
-    The paper's constraint that entities have length 1 is model.normalization unit.
-    """
+    """TransE with the Euclidean distance (p = 2). An entity row holds D real numbers."""
 
     name = "transe_l2"
     comparison = MinusDistance("euclidean")
