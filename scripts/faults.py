@@ -222,8 +222,8 @@ kept = (~frozen[self.ids]).nonzero().squeeze(1) => kept = frozen[self.ids].nonze
 RowGradients(own - part.start, total, => RowGradients(own, total,
 total = total / occurrences.unsqueeze(1) => pass
 [embeddings/handrolled.py: embeddings/test_sharded_table.py]
-arrived.div_(len(self.ranges)) => pass
-requests[:, 0] -= self.table.first_row => requests[:, 0] %= len(self.table.rows)
+arrived.div_(ranks) => pass
+requests[:, 0] -= table.first_row => requests[:, 0] %= len(table.rows)
 [embeddings/exchange.py: embeddings/test_exchange.py]
 rows = rows * GRADIENT_SCALE => pass
 rows = rows.clamp(-_LARGEST, _LARGEST) => pass

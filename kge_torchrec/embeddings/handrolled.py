@@ -112,48 +112,36 @@ class HandrolledLookup(nn.Module):
         rows: Tensor = _Lookup.apply(self.table.anchor, self, route)
         return rows
 
-    def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
-        """Fetch the rows of the ids from their owners.  Collective.
-
-        Returns:
-            The rows (M, D), and the requests to this rank: (R, 1), rows of this shard, or (R, 2),
-            rows and their occurrences.
-        """
-        columns = [route.ids, route.occurrences] if self.counts_places else [route.ids]
-        requests = exchanged(torch.stack(columns, dim=1), route.send, route.receive, self.group)
-        requests[:, 0] -= self.table.first_row
-        self.table.join()  # waiting only here overlaps the exchange of ids with the previous step
-        rows = self.table.read(requests[:, 0])
-        rows = exchanged(rows, route.receive, route.send, self.group, self.exchange_dtype)
-        return rows, requests
-
-    def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
-        """Send the gradients (M, D) of fetched rows to their owners for the next step.
-
-        Collective.
-        """
-        ways = route.send, route.receive, self.group
-        arrived = exchanged(grad.contiguous(), *ways, self.exchange_dtype, gradients=True)
-        if len(self.ranges) > 1:
-            arrived.div_(len(self.ranges))
-        places = requests[:, 1] if self.counts_places else None
-        distinct = route.distinct and len(self.ranges) == 1
-        self.table.add(RowGradients(requests[:, 0], arrived, places, distinct))
-
 
 class _Lookup(torch.autograd.Function):
-    """Fetches rows in forward; sends their gradients to the owners in backward."""
+    """Fetches rows (M, D) from their owners; sends their gradients back for the next step.
+
+    The requests to this rank are (R, 1), rows of this shard, or (R, 2), rows and their occurrences.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: HandrolledLookup, route: Route) -> Tensor:
-        rows, ctx.requests = lookup.fetch(route)
-        ctx.lookup, ctx.route = lookup, route
-        return rows
+        table, group = lookup.table, lookup.group
+        columns = [route.ids, route.occurrences] if lookup.counts_places else [route.ids]
+        requests = exchanged(torch.stack(columns, dim=1), route.send, route.receive, group)
+        requests[:, 0] -= table.first_row
+        table.join()  # waiting only here overlaps the exchange of ids with the previous step
+        rows = table.read(requests[:, 0])
+        ctx.lookup, ctx.route, ctx.requests = lookup, route, requests
+        return exchanged(rows, route.receive, route.send, group, lookup.exchange_dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.lookup.return_gradients(grad, ctx.route, ctx.requests)
+        lookup, route, requests = ctx.lookup, ctx.route, ctx.requests
+        ways = route.send, route.receive, lookup.group
+        arrived = exchanged(grad.contiguous(), *ways, lookup.exchange_dtype, gradients=True)
+        ranks = len(lookup.ranges)
+        if ranks > 1:
+            arrived.div_(ranks)
+        places = requests[:, 1] if lookup.counts_places else None
+        distinct = route.distinct and ranks == 1
+        lookup.table.add(RowGradients(requests[:, 0], arrived, places, distinct))
         return None, None, None
 
 
