@@ -28,7 +28,6 @@ from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
-from kge_torchrec.errors import KGEError
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 
 PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, see SampledStep.watched
@@ -210,17 +209,10 @@ def _squares(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient).square()
 
 
-class NotPipelined(KGEError, RuntimeError):
-    """TorchRec fell back to an entity lookup without the pipeline."""
-
-    on_every_rank = True
-
-
 class PipelinedStep(SampledStep):
     """A step in TorchRec's pipeline, which sends the ids of the next batch during the current one.
 
     Rows are looked up after the previous step, so results are the same as with ``SampledStep``.
-    The first step raises NotPipelined if TorchRec could not pipeline the lookup.
     """
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):
@@ -232,20 +224,9 @@ class PipelinedStep(SampledStep):
         self._pipeline = TrainPipelineSparseDist(
             backend.model, nothing, device, execute_all_batches=True
         )
-        self._checked = False
 
     def train_next(self, batches: Iterator[SampledBatch]) -> Tensor:
         loss: Tensor = self._pipeline.progress(batches)
-        if not self._checked:
-            from torchrec.distributed.embedding import ShardedEmbeddingCollection
-
-            modules = self.backend.model.modules()
-            tables = [m for m in modules if isinstance(m, ShardedEmbeddingCollection)]
-            if not (tables and all(table.is_pipelined for table in tables)):
-                raise NotPipelined(
-                    "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
-                )
-            self._checked = True
         return loss
 
 

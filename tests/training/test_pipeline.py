@@ -12,10 +12,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from training_runs import config_of, fit, kernels_of_cuda, largest_difference
 from worlds import run_world
 
-from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, DeferredEmbedding, kernel_of
-from kge_torchrec.models.model import KGEModel
-from kge_torchrec.training.step import NotPipelined
 
 
 def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
@@ -78,16 +75,3 @@ def test_validation_changes_nothing(store, tmp_path):
     often = fit(config_of(store, tmp_path / "a", evaluation__every=1, **options))
     never = fit(config_of(store, tmp_path / "b", evaluation__every=0, **options))
     assert largest_difference(often.parameters, never.parameters) == 0
-
-
-def test_model_that_cannot_be_pipelined_is_rejected(store, tmp_path, monkeypatch):
-    def opaque(self, batch):
-        """The lookup's input is the result of a call, which TorchRec does not follow."""
-        rows = self.entities(batch.ids.to(torch.device("cpu")))[ENTITY].values()
-        loss = self.objective(rows, batch)
-        return loss, loss.detach()
-
-    monkeypatch.setattr(KGEModel, "forward", opaque)
-    with pytest.raises(NotPipelined, match=r"use train.pipeline loop"):
-        fit(config_of(store, tmp_path / "a", train__pipeline="sparse_dist"))
-    fit(config_of(store, tmp_path / "b", train__pipeline="loop"))
