@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from oracle_losses import loss_of_query
 from oracle_rows import composition, dense_table, unfrozen, with_features
 from oracle_training import (
     clip,
@@ -24,10 +25,9 @@ from oracle_training import (
     relation_optimizer,
     score_of,
 )
-from oracle_training import query_loss as loss_of_answer
 from oracle_training import score as score_triples
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import random_numbers
@@ -202,25 +202,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     formula = partial(score, config.model.scorer, dense=dense)
     head, tail = (candidates, entities[anchor]) if backwards else (entities[anchor], candidates)
     scores = score_of(config, head, factors, tail, formula)
-    label = torch.zeros_like(scores)
-    label[: len(answers)] = 1
-    of = config.loss.options_in("options")
-    smooth = getattr(of, "label_smoothing", 0.0)
-    if config.loss.name not in ("softmax", "bce"):  # the mean over the answers
-        negative = scores[None, len(answers) :].expand(len(answers), -1)
-        positive = scores[: len(answers), None]
-        mask = torch.ones_like(negative, dtype=torch.bool)
-        loss = loss_of_answer(config, positive, negative, mask).mean()
-    elif config.loss.name == "softmax":
-        if of.smoothing == "libkge":
-            label = torch.nn.functional.normalize((1 - smooth) * label + 1 / len(label), p=1, dim=0)
-        else:
-            label = (1 - smooth) * label / label.sum() + smooth / len(label)
-        loss = cross_entropy(scores[None], label[None])
-    else:
-        low = 1 / len(label) if of.smoothing == "libkge" else smooth / 2
-        label = (1 - smooth) * label + low
-        loss = binary_cross_entropy_with_logits(scores, label, reduction=of.reduction)
+    loss = loss_of_query(config.loss, scores[: len(answers)], scores[len(answers) :])
     regularizers = penalty_of_rows(config, entities[anchor])
     regularizers = regularizers + penalty_of_rows(config, factors, is_relation=True)
     if answers:
@@ -237,6 +219,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         relation_scores = score_of(config, head, relations, tail, formula)[None]
         relation_loss = cross_entropy(relation_scores, torch.tensor([relation]))
         loss = loss + config.loss.relation_weight * relation_loss
+    of = config.loss.options_in("options")
     each = len(answers) if getattr(of, "answers", "mean") == "sum" else 1
     return (loss + regularizers) * each
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from oracle_batches import global_batch, log_expected, same_relation, suits, weights_of
+from oracle_losses import loss_of_query
 from oracle_rows import composition, dense_table, table_optimizer, unfrozen, with_features
 from oracle_table import DenseTable
 from torch import Tensor
@@ -164,7 +165,8 @@ def batch_loss(
         negative = scores(drawn)
         if config.negatives.log_q:
             negative = negative - log_expected(config, store, side, drawn)
-        of_query = query_loss(config, scores(answers[:, None]), negative, mask)
+        each = zip(scores(answers[:, None]), negative, mask, strict=True)
+        of_query = torch.stack([loss_of_query(config.loss, a, b[chosen]) for a, b, chosen in each])
         of_query = of_query + penalty(config, entities[anchors], relation, entities[answers])
         backwards = side == "head" and not inverse
         head, tail = (answers, anchors) if backwards else (anchors, answers)
@@ -236,39 +238,6 @@ def hyperbolic(head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
     query = added(turned_by(phases, exponential(head)), exponential(shift))
     between = added(-query, exponential(tail)).norm(dim=-1, keepdim=True)
     return -(2 / c.sqrt() * (c.sqrt() * between).atanh()).square()[..., 0]
-
-
-def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) and (B, K) scores -> (B,)"""
-    loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
-    of = loss.options_in("options")
-    smooth, count = getattr(of, "label_smoothing", 0.0), mask.sum(1).clamp(min=1)
-    is_libkge = getattr(of, "smoothing", None) == "libkge"
-    if loss.name == "softmax":
-        smooth = 1 / (2 - smooth) if is_libkge else smooth  # targets (2 - e) / (2 - e) in all
-        both = torch.cat([positive, negative.masked_fill(~mask, -math.inf)], 1)
-        chances = both.log_softmax(1)
-        choices = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
-        spread = chances.masked_fill(~choices, 0).sum(1) / choices.sum(1)
-        return -(1 - smooth) * chances[:, 0] - smooth * spread
-    if loss.name == "bce":
-        low = 1 / (1 + mask.sum(1, keepdim=True)) if is_libkge else smooth / 2
-        high = 1 - smooth + low
-        positive_loss = -high * log_sigmoid(positive) - (1 - high) * log_sigmoid(-positive)
-        negative_loss = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
-        total = positive_loss[:, 0] + (negative_loss * mask).sum(1)
-        return total if of.reduction == "sum" else total / (1 + mask.sum(1))
-    if loss.name == "bpr":
-        return -(log_sigmoid(positive - negative) * mask).sum(1) / mask.sum(1).clamp(min=1)
-    if loss.name == "margin":
-        return ((of.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
-    if loss.name == "foreign_parts:MeanGap":
-        mean = (negative.exp() * mask).sum(1) / count
-        return torch.log1p(mean / positive[:, 0].exp())
-    logits = (of.temperature * negative.detach()).masked_fill(~mask, -math.inf)
-    shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
-    negative_loss = (shares * log_sigmoid(-of.margin - negative)).sum(1)
-    return -(negative_loss + log_sigmoid(of.margin + positive[:, 0])) / 2
 
 
 def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:

@@ -11,14 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_losses import loss_of_query
 from torch import Tensor
-from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    logsigmoid,
-    normalize,
-    relu,
-)
 
 from kge_torchrec.config import ConfigError, LossConfig
 from kge_torchrec.kernels import operators
@@ -54,35 +48,6 @@ every_loss = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 every_closed_form = pytest.mark.parametrize("config", CLOSED, ids=name_of)
 
 
-def of_query(config: LossConfig, positive: Tensor, negative: Tensor) -> Tensor:
-    """The loss of a query from the scores of its answers (k,) and of candidates (n,)."""
-    smooth, is_libkge = config.options.get("label_smoothing", 0.0), "smoothing" in config.options
-    scores = torch.cat([positive, negative])
-    label, count = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]), len(scores)
-    if config.name == "softmax":
-        target = (1 - smooth) * label / max(1, len(positive)) + smooth / count
-        if is_libkge:  # its KvsAll lifts all labels, and its loss kl divides them by their sum
-            target = normalize((1 - smooth) * label + 1 / count, p=1, dim=0)
-        return cross_entropy(scores[None], target[None])
-    if config.name == "bce":
-        low = min(1 / count, smooth) if is_libkge else smooth / 2
-        target = (1 - smooth) * label + low
-        reduction = config.options.get("reduction", "sum")
-        return binary_cross_entropy_with_logits(scores, target, reduction=reduction)
-    each = [of_answer(config, score, negative) for score in positive]
-    return sum(each, 0 * scores.sum()) / max(1, len(each))
-
-
-def of_answer(config: LossConfig, positive: Tensor, negative: Tensor) -> Tensor:
-    margin, count = config.options.get("margin"), max(1, len(negative))
-    if config.name == "margin":
-        return relu(margin - positive + negative).sum() / count
-    if config.name == "bpr":
-        return -logsigmoid(positive - negative).sum() / count
-    weight = (config.options["temperature"] * negative.detach()).softmax(0)  # without gradient
-    return -((weight * logsigmoid(-margin - negative)).sum() + logsigmoid(margin + positive)) / 2
-
-
 def drawn(draw, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     return torch.randn(sizes, generator=seed, dtype=dtype) * draw(st.sampled_from([0.1, 3, 60]))
@@ -114,7 +79,7 @@ def test_losses_and_gradients_equal_the_formula(config, data):
     inputs = positive, negative.where(mask, 1e4 * negative)  # what does not count has no effect
     exact = [x.double().requires_grad_() for x in inputs]
     expected = torch.stack([
-        of_query(config, part, row[chosen])
+        loss_of_query(config, part, row[chosen])
         for part, row, chosen in zip(exact[0].split(counts), exact[1], mask, strict=True)
     ])  # fmt: skip
     inputs = [x.detach().requires_grad_() for x in inputs]
@@ -155,7 +120,7 @@ def dense(config: LossConfig, scores: Tensor, labels: Tensor) -> tuple[Tensor, T
     """Losses (Q,) and the gradients (Q, N) of their sum, in float64."""
     exact = scores.double().requires_grad_()
     pairs = zip(exact, labels, strict=True)
-    losses = torch.stack([of_query(config, row[of], row[~of]) for row, of in pairs])
+    losses = torch.stack([loss_of_query(config, row[of], row[~of]) for row, of in pairs])
     return losses.detach(), torch.autograd.grad(losses.sum(), exact)[0]
 
 
