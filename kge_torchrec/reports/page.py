@@ -1,4 +1,7 @@
-"""One HTML page about one run or several: results, curves, settings, relations and examples."""
+"""One HTML page about one run or several: results, curves, settings, relations, entities, examples.
+
+Shapes: M entities on the map, D elements per row.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from markupsafe import Markup
 
 from kge_torchrec import files, pages
@@ -23,13 +27,16 @@ from kge_torchrec.trained_run import Run
 from kge_torchrec.training.run_folder import RunFolder
 
 try:
-    import matplotlib  # noqa: F401
+    import matplotlib
+    from matplotlib.colors import ListedColormap, LogNorm
 except ImportError:
     raise KGEError("report needs matplotlib: pip install -e '.[report]'") from None
 
 log = logging.getLogger(__name__)
 
 MAX_RELATIONS = 15  # relations with the most answers in test
+MAX_ON_MAP, MAX_NAMED = 2000, 25  # entities with the most triples, and those with a label
+MAX_TYPES = len(pages.COLORS) - 1  # types with a color of their own
 EXAMPLES, TOP = 6, 5  # test triples, and the answers to each
 _MAX_SCORES = 2e9  # up to this number of scores, ranking test takes seconds
 
@@ -42,8 +49,8 @@ def report(
     """Write a page about runs that needs no other file and no network; return its path.
 
     The page has the results, curves, settings that differ, times, memory and layout of each run.
-    The models of the best checkpoints add ranks by relation and, for the first run, answers to a
-    few test triples. Nothing else is written.
+    The models of the best checkpoints add ranks by relation and, for the first run, a map of its
+    entities (principal components) and answers to a few test triples. Nothing else is written.
 
     Args:
         runs: The folder of a run, or several. A run may still train.
@@ -74,7 +81,7 @@ def report(
         notes=[note for run in facts for note in _notes(run)],
         curves=draw_curves(facts),
         changed=differences([run.settings for run in facts]),
-        **(_model_parts(facts) if with_models else {"relations": {}, "examples": []}),
+        **(_model_parts(facts) if with_models else {"relations": [], "map": "", "examples": []}),
     )
     files.write_text(page, text)
     return page
@@ -118,9 +125,9 @@ def draw_curves(runs: Sequence[RunFacts]) -> list[Markup]:
 
 
 def _model_parts(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Return the tables by relation and the rows of examples."""
+    """Return the tables by relation, the map and the rows of examples."""
     found: dict[str, dict[str, dict[str, tuple[float, int]]]] = {}  # by metric and run
-    examples: list[list[Markup]] = []
+    first: dict[str, Any] = {"map": "", "examples": []}
     for facts in runs:
         try:
             with Run(facts.path) as run:
@@ -128,10 +135,10 @@ def _model_parts(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 if stats := relation_metrics(run, metric):
                     found.setdefault(metric, {})[facts.name] = stats
                 if facts is runs[0]:
-                    examples = example_rows(run)
+                    first = {"map": draw_entity_map(run), "examples": example_rows(run)}
         except KGEError as error:  # such as a run without a checkpoint
             log.warning("%s: the report leaves out the model: %s", facts.path, error)
-    return {"relations": found, "examples": examples}
+    return {"relations": found, **first}
 
 
 def relation_metrics(run: Run, metric: str) -> dict[str, tuple[float, int]]:
@@ -155,6 +162,64 @@ def relation_metrics(run: Run, metric: str) -> dict[str, tuple[float, int]]:
         stats = [(x["group"], x["recommendation"]) for x in groups]
         found = {name: (x[metric], x["answers"]) for name, x in stats if metric in x}
     return dict(sorted(found.items(), key=lambda item: -item[1][1])[:MAX_RELATIONS])
+
+
+def draw_entity_map(run: Run) -> Markup | str:
+    """Draw the entities with most triples; color: the type or, without types, the triples."""
+    store = run.model.store
+    chosen = np.argsort(-store.degrees(), kind="stable")[:MAX_ON_MAP]
+    if len(chosen) < 3:
+        return ""
+    places, explained = principal_axes(run.model.rows(torch.from_numpy(chosen)).cpu())
+    figure, axes = pages.new_figure(7.8, 5.4)
+    kinds = types_of(run, chosen)
+    for place, name in enumerate(dict.fromkeys(kinds)):
+        mine = np.array([kind == name for kind in kinds])
+        x, y = places[mine].T
+        axes.scatter(x, y, color=pages.color_of(place), s=9, lw=0, label=pages.chart_label(name))
+    if kinds:
+        pages.add_legend(figure, axes)
+    else:
+        degrees = store.degrees()[chosen]
+        # The part of viridis that is visible on white and on black.
+        colors = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.85, 0.3, 256)))
+        shades = LogNorm(vmin=max(1, degrees.min()), vmax=max(2, degrees.max()))
+        x, y = places.T
+        dots = axes.scatter(x, y, c=degrees.clip(1), norm=shades, s=9, cmap=colors, lw=0)
+        bar = figure.colorbar(dots, ax=axes, label="training triples", shrink=0.6)
+        bar.ax.set_facecolor("none")
+    for point, label in zip(places, run.entity_labels.labels(chosen[:MAX_NAMED]), strict=False):
+        axes.annotate(pages.chart_label(label), point, fontsize="x-small", alpha=0.8)
+    axes.set(xticks=[], yticks=[])
+    return pages.svg(
+        figure,
+        f"The {len(chosen):,} entities with most triples on the first two principal axes "
+        f"({explained:.0%} of the variance)",
+    )
+
+
+def principal_axes(rows: torch.Tensor) -> tuple[np.ndarray, float]:
+    """Return rows (M, D) on their first two principal axes (M, 2), and the share of variance."""
+    left, spread, _ = torch.linalg.svd((rows - rows.mean(0)).double(), full_matrices=False)
+    places = (left * spread)[:, :2]
+    # The sign of an axis is arbitrary; choose one that is the same on every machine.
+    places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
+    explained = spread[:2].square().sum() / spread.square().sum().clamp_min(1e-30)
+    return places.numpy(), float(explained)
+
+
+def types_of(run: Run, entities: np.ndarray) -> list[str]:
+    """Return the type of each of the entities, the first of several; [] without types."""
+    store = run.model.store
+    types = store.types()
+    if types is None:
+        return []
+    which, kinds = types.of(entities)
+    names = np.full(len(entities), "no type", object)
+    names[which[::-1]] = np.array(types.names.to_pylist(), object)[kinds[::-1]]
+    common = [str(name) for name in names]
+    kept = sorted(set(common), key=lambda name: -common.count(name))[:MAX_TYPES]
+    return [name if name in kept else "other types" for name in common]
 
 
 def example_rows(run: Run) -> list[list[Markup]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
 import shutil
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from training_runs import config_of, random_triples
 
@@ -17,8 +19,10 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import KGEError
+from kge_torchrec.pages import COLORS
+from kge_torchrec.reports import page as pages
 from kge_torchrec.reports.folders import RunFacts, differences, names_of
-from kge_torchrec.reports.page import example_rows, relation_metrics
+from kge_torchrec.reports.page import example_rows, principal_axes, relation_metrics, types_of
 from kge_torchrec.training.run_folder import RunFolder
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
@@ -66,7 +70,7 @@ def test_page_compares_two_runs_and_writes_nothing_else(runs, capsys, tmp_path):
     assert contents(runs) == before
     text = page.read_text(encoding="utf-8")
     tags = Tags(text)
-    assert tags.names.count("svg") == 2 and tags.loaded == [] and "script" not in tags.names
+    assert tags.names.count("svg") == 3 and tags.loaded == [] and "script" not in tags.names
     for name in ("one", "two"):
         mrr = RunFacts.read(runs / name, name).test["both"]["realistic"]["mrr"]
         assert f"<td><bdi>{name}</bdi></td><td>both</td><td class=number>{mrr:.4f}</td>" in text
@@ -74,7 +78,7 @@ def test_page_compares_two_runs_and_writes_nothing_else(runs, capsys, tmp_path):
     assert "train.epochs" not in text  # the same in both
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles == ["Test", "Training", "Settings that differ", "By relation",
-                      "Examples", "Layout of <bdi>one</bdi>",
+                      "Map of entities", "Examples", "Layout of <bdi>one</bdi>",
                       "Layout of <bdi>two</bdi>"]  # fmt: skip
     assert "filtered ranks among all entities" in text
 
@@ -108,6 +112,33 @@ def test_a_run_selected_by_recall_is_shown_by_recall(tmp_path, runs):
                      for x in grouped if x["recommendation"]["answers"]}  # fmt: skip
 
 
+def typed_graph(folder):
+    """Users who visit places, and whose names begin with their type."""
+    draw = random.Random(0)
+    lines = sorted({f"user:{draw.randrange(20)}\tvisits\tplace:{draw.randrange(15)}"
+                    for _ in range(120)})  # fmt: skip
+    draw.shuffle(lines)
+    folder.mkdir()
+    for split, part in (("valid", lines[:20]), ("test", lines[20:40]), ("train", lines[40:])):
+        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in part))
+    return folder
+
+
+def test_types_are_colors_of_the_map(tmp_path, monkeypatch):
+    graph = typed_graph(tmp_path / "graph")
+    api.train(config_of(graph, tmp_path / "run", data__types="prefix")).close()
+    text = report(tmp_path / "run").read_text("utf-8").split("Map of entities")[1]
+    assert all(f">{kind}</text>" in text for kind in ("user", "place"))
+    assert COLORS[0].lower() in text.lower() and COLORS[1].lower() in text.lower()
+    assert "training triples" not in text
+    with api.open_run(tmp_path / "run") as run:
+        ids = np.arange(run.model.num_entities)
+        labels = run.entity_labels.labels(ids)
+        assert types_of(run, ids) == [label.partition(":")[0] for label in labels]
+        monkeypatch.setattr(pages, "MAX_TYPES", 1)
+        assert set(types_of(run, ids)) == {"user", "other types"}  # 20 users, 15 places
+
+
 def test_a_run_that_still_trains_has_a_page(unfinished):
     folder = unfinished("run")
     with RunFolder(folder).locked():
@@ -135,7 +166,7 @@ def begun(runs, tmp_path):
 def test_page_works_without_models_and_results(begun):
     text = report(begun, begun / "report.html", with_models=False).read_text(encoding="utf-8")
     assert f"{begun.name}: no test results yet; failed, 0 of 2 epochs." in text and "<svg" in text
-    assert "<td>model.dim</td><td><bdi>8</bdi></td>" in text
+    assert "Map of entities" not in text and "<td>model.dim</td><td><bdi>8</bdi></td>" in text
 
 
 def test_damaged_results_file_is_named(begun):
@@ -159,7 +190,7 @@ def test_page_is_readable_on_a_phone_and_in_the_dark(runs, tmp_path):
     colors = set(re.findall(r"var\((--[a-z]+)\)", text)) - {"--share"}
     assert all(f"{color}: #" in dark for color in colors)
     charts = re.findall("<svg(.*?)</svg>", text, re.DOTALL)
-    assert len(charts) == 2
+    assert len(charts) == 3
     for chart in charts:
         assert re.match(' role="img" aria-label="[^"]{20,}"', chart)
         assert "#000000" not in chart and "#ffffff" not in chart and "currentColor" in chart
@@ -178,8 +209,9 @@ def test_labels_are_escaped(tmp_path):
         assert f"<bdi>{label}</bdi>" in text
 
 
-def test_examples_come_from_the_model(runs):
+def test_examples_and_map_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
+        rows = run.model.shard.rows
         examples = example_rows(run)
         assert examples == example_rows(run) and len(examples) == 6
         for head, relation, tail, cell in examples:
@@ -190,6 +222,10 @@ def test_examples_come_from_the_model(runs):
             assert right == [x.label == labels[2] for x in answers]
             known = sum(x.known is not None for x in answers if x.label != labels[2])
             assert cell.count("(known)") == known
+    places, explained = principal_axes(rows)
+    values = np.linalg.eigvalsh(np.cov(rows.numpy().T))[::-1]
+    assert explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
+    np.testing.assert_allclose(places.var(0, ddof=1), values[:2], rtol=1e-4)
 
 
 def test_run_names_and_differences_are_listed(runs, tmp_path):
