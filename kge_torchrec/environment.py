@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import logging
 import os
 import re
-import runpy
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,7 +39,6 @@ _NOISY = (
     "torch.distributed.elastic.multiprocessing.redirects",
     "torch.distributed.checkpoint",
 )
-_CUDA = "13"  # PyPI's fbgemm-gpu in all these sets links to libcudart.so.13
 _HOW = "run `make setup` (CPU) or `make setup VARIANT=gpu`, or see 'Set-up' in the README"
 
 
@@ -64,10 +60,7 @@ def _short(version: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, torchrec and FBGEMM, without importing them.
-
-    The version of a missing package is None.
-    """
+    """Return the versions of Python, torch, torchrec and FBGEMM; None for a missing one."""
     names = ("torch", "torchrec", *(installed(_FBGEMM) or _FBGEMM[:1]))
     python = ".".join(map(str, sys.version_info[:3]))
     return {**dict.fromkeys(names), **installed(names), "Python": python}
@@ -88,13 +81,9 @@ def check_torchrec(key: str, instead: str) -> None:
 
 
 def check_packages() -> None:
-    """Check that the installed packages fit together.
+    """Raise PackageSetError unless the packages are a known set, or torch without the others.
 
-    They must be a known set, or torch without TorchRec and FBGEMM.  The check imports none of them,
-    so it runs before a broken set fails to import.
-
-    Raises:
-        PackageSetError: They do not fit together.
+    It imports none of them, so it runs before a broken set fails to import.
     """
     there = installed(("torch", "torchrec", *_FBGEMM))
     fbgemm = {name: version for name, version in there.items() if name in _FBGEMM}
@@ -122,54 +111,37 @@ def check_packages() -> None:
             f"torch {torch} goes with torchrec {expected[0]} and {fbgemm_name} {expected[1]}, but "
             f"torchrec {torchrec} and {fbgemm_name} {fbgemm_version} are installed: {_HOW}."
         )
-    if fbgemm_name == "fbgemm-gpu":
-        _check_cuda(torch, fbgemm_version)
-
-
-def _check_cuda(torch: str, fbgemm: str) -> None:
-    """Raise PackageSetError if torch and FBGEMM were built for different CUDA versions."""
-    tag = re.search(r"\+cu(\d+)\d$", fbgemm)  # only wheels from torch's own index have a tag
-    needed, built_for = tag[1] if tag else _CUDA, _torch_cuda()
-    if built_for is None or built_for.split(".")[0] != needed:
-        built = f"CUDA {built_for}" if built_for else "CPUs only"
+    # PyPI's wheels of these sets are for CUDA 13; only wheels of torch's own index have a tag.
+    built, needed = (
+        tag[1] if (tag := re.search(r"\+(cpu|cu\d\d)", version)) else "cu13"
+        for version in (torch, fbgemm_version)
+    )
+    if fbgemm_name == "fbgemm-gpu" and built != needed:
         raise PackageSetError(
-            f"torch {torch} is built for {built}, but fbgemm-gpu {fbgemm} for CUDA {needed}: "
+            f"torch {torch} is built for {built}, but fbgemm-gpu {fbgemm_version} for {needed}: "
             f"{_HOW}."
         )
 
 
-def _torch_cuda() -> str | None:
-    """Return torch.version.cuda without importing torch: "13.0", or None for a CPU build."""
-    package = importlib.util.find_spec("torch")
-    if package is None or package.origin is None:
-        raise PackageSetError(f"torch is installed, but its files are not where it says: {_HOW}.")
-    return runpy.run_path(str(Path(package.origin).with_name("version.py")))["cuda"]
-
-
 def prepare_process() -> None:
-    """Silence dependencies and limit spinning for the whole process.
-
-    Call it before torch is loaded.
-    """
+    """Silence dependencies and limit spinning, before torch is loaded, for the whole process."""
     silence_dependencies()
     limit_spinning()
 
 
 @contextmanager
 def loading_torch() -> Iterator[None]:
-    """Disable garbage collection inside the block, in which the caller imports torch.
+    """Disable garbage collection while the caller imports torch, then flush denormals.
 
     Garbage collection takes a tenth of the import time and finds nothing.  The imported objects
-    are also excluded from later collections.  Afterwards ``flush_denormals`` is called.  If torch
-    is already loaded, this does nothing.
+    are also excluded from later collections.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
     gc.disable()
     try:
-        with announced("loading torch"):
-            yield
+        yield
     finally:
         gc.freeze()
         gc.enable()
@@ -177,36 +149,11 @@ def loading_torch() -> Iterator[None]:
             flush_denormals()
 
 
-@contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Show ``what`` on rank 0's terminal while the block runs, if it takes over one second."""
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    shown = threading.Event()
-
-    def show() -> None:
-        shown.set()
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(1.0, show)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        if shown.is_set():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def flush_denormals() -> None:
     """Flush denormal numbers (below 1.2e-38) to zero, in this thread and threads started later.
 
-    Processors handle denormals slowly: a matrix product with softmax gradients of widely spread
-    scores took 150 times as long.  Only our command-line programs call this, because Python
-    programs may need denormals (hypothesis does).
+    A matrix product with softmax gradients of widely spread scores took 150 times as long.  Only
+    the command line calls this: Python programs may need denormals (hypothesis does).
     """
     import torch
 
@@ -214,20 +161,13 @@ def flush_denormals() -> None:
 
 
 def _not_fbgemms(record: logging.LogRecord) -> bool:
-    """Filter out FBGEMM's notices, which it sends to the root logger when it is imported.
-
-    FBGEMM 1.6.0 sends 14 warnings, one per library, that it does not know the torch version.
-    ``check_packages`` already checks the version.
-    """
+    """Filter out the warnings of FBGEMM's import, sent to the root logger (1.6.0 sends 14)."""
     is_theirs = "fbgemm_gpu" in record.pathname.replace("\\", "/").split("/")
     return record.levelno >= logging.ERROR or not is_theirs
 
 
 def silence_dependencies() -> None:
-    """Hide notices of torch, torchrec and FBGEMM at import and while sharding, process-wide.
-
-    Our own warnings and all messages of level ERROR still show.
-    """
+    """Hide notices below ERROR of torch, torchrec and FBGEMM, for the whole process."""
     _set_levels(dict.fromkeys(_NOISY, logging.ERROR))
     logging.getLogger().addFilter(_not_fbgemms)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
@@ -267,14 +207,10 @@ def _set_levels(levels: dict[str, int]) -> None:
 
 
 def keep_large_blocks() -> bool:
-    """Make glibc keep freed blocks up to 32 MiB, for the whole process.
+    """Make glibc keep freed blocks up to 32 MiB, for the whole process; return whether it does.
 
-    By default glibc returns the temporaries of a step to the kernel and faults them in again in
-    the next step, which takes a third of a CPU training step.  MALLOC_* environment variables take
-    precedence.
-
-    Returns:
-        Whether the setting was applied.
+    By default it returns the temporaries of a step to the kernel and faults them in again in the
+    next step, which takes a third of a CPU training step.  MALLOC_* variables take precedence.
     """
     if not sys.platform.startswith("linux") or any(k.startswith("MALLOC_") for k in os.environ):
         return False
@@ -287,29 +223,20 @@ def keep_large_blocks() -> bool:
     return all([mallopt(option, size) for option, size in sizes.items()])
 
 
-def limit_spinning() -> bool:
+def limit_spinning() -> None:
     """Make idle OpenMP workers sleep after a short time.
 
     By default they spin for milliseconds, possibly on a core that other work needs: a step next to
-    other work took 20 times longer.  Waking workers costs time as well.  On a busy host they spin
-    for about 50 microseconds, and on an idle host five times as long, where sleeping early would
-    make a small step a fifth longer.  OpenMP reads the setting once, when torch is loaded.
-    OMP_WAIT_POLICY and GOMP_SPINCOUNT in the environment take precedence.
-
-    Returns:
-        Whether the setting was applied.
+    other work took 20 times longer.  On a host in use they spin for about 50 microseconds, and on
+    an idle one five times as long, where sleeping early would make a small step a fifth longer.
+    OpenMP reads the setting once, when torch is loaded.  OMP_WAIT_POLICY and GOMP_SPINCOUNT in the
+    environment take precedence.
     """
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        return False
-    os.environ["GOMP_SPINCOUNT"] = "2000" if _is_in_use() else "10000"
-    return True
-
-
-def _is_in_use() -> bool:
-    """Return whether other ranks or other programs are using the cores of this host."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 or not hasattr(os, "getloadavg"):
-        return True
-    return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+        return
+    in_use = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 or not hasattr(os, "getloadavg")
+    in_use = in_use or os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    os.environ["GOMP_SPINCOUNT"] = "2000" if in_use else "10000"
 
 
 def cores() -> int:
@@ -320,16 +247,10 @@ def cores() -> int:
 
 
 def set_threads(requested: int, local_world_size: int) -> int:
-    """Set the number of CPU threads of this rank, and call ``keep_large_blocks``.
+    """Set and return the number of CPU threads of this rank, and call ``keep_large_blocks``.
 
-    With more threads than cores, OpenMP's spinning workers compete for cores.
-
-    Args:
-        requested: Number of threads; 0: an equal share of the cores.
-        local_world_size: Ranks on this host.
-
-    Returns:
-        The number of threads.
+    0 requests an equal share of the cores among the ranks of this host: with more threads,
+    OpenMP's spinning workers compete for cores.
     """
     import torch
 
@@ -364,9 +285,8 @@ def allow_tf32(allowed: bool) -> None:
 def rounds_as_it_multiplies() -> bool:
     """Return whether this CPU should round float32 operands to bfloat16 inside matrix products.
 
-    With AMX, rounding inside the product is free.  With only AVX512-BF16 it is better to convert
-    the operands once: products of bfloat16 tensors are twice as fast as rounding again for every
-    block.  A CPU without either rounds nothing, which is also correct.
+    With AMX that is free.  With only AVX512-BF16, products of bfloat16 tensors are twice as fast.
+    A CPU without either rounds nothing, which is also correct.
     """
     import torch
 
@@ -379,10 +299,9 @@ def rounds_as_it_multiplies() -> bool:
 
 @contextmanager
 def products_in_bf16() -> Iterator[None]:
-    """Inside the block, compute float32 matrix products with bfloat16 operands on CPU.
+    """Round operands of float32 matrix products to bfloat16 in the block, on CPUs that can.
 
-    Operands are rounded inside the product and sums are float32, so tensors keep their dtype.
-    CPUs without bfloat16 products are not affected.
+    Sums are float32, and tensors keep their dtype.
     """
     import torch
 
@@ -420,10 +339,8 @@ def peak_resident_bytes() -> int:
     On Linux it reads VmHWM, because ru_maxrss may include the parent process.
     """
     status = Path("/proc/self/status")
-    if status.exists():
-        kib = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
-        if kib:
-            return int(kib[1]) * 1024
+    if status.exists() and (kib := _numbers(status).get("VmHWM:")):
+        return kib << 10
     try:
         import resource
     except ImportError:
@@ -456,5 +373,6 @@ def available_memory() -> int:
 
 
 def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel, one line each, by name."""
     lines = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
-    return {name: int(number) for name, number, *_ in lines}
+    return {words[0]: int(words[1]) for words in lines if words[1:] and words[1].isdigit()}

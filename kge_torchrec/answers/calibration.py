@@ -29,7 +29,6 @@ from kge_torchrec.answers.queries import PARTS, Choice, Part, are_known, best
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
-from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_model import TrainedModel
 
@@ -190,7 +189,6 @@ def calibrate(model: TrainedModel, step: int, top: int, limit: int) -> Calibrati
         test = {part: listed(model, "test", part, top, limit, 1) for part in PARTS}
     valid: dict[str, Listed] = {part: listed(model, "valid", part, top, limit, 0) for part in PARTS}
 
-    @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
         curves: dict[str, Curve] = {}
         own: dict[str, dict[int, Curve]] = {}

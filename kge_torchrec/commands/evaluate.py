@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kge_torchrec.commands import Count, File, RunPath, Table, is_first_rank, opened
 from kge_torchrec.config import ConfigError
-from kge_torchrec.environment import announced, loading_torch
+from kge_torchrec.environment import loading_torch
 from kge_torchrec.tables import Cell, Format, table
 
 if TYPE_CHECKING:
@@ -249,9 +249,7 @@ def report(
     with loading_torch():
         from kge_torchrec.reports.page import report as write_report
 
-    with announced("writing the report"):
-        page = write_report(runs, output, with_models=models)
-    print(page)
+    print(write_report(runs, output, with_models=models))
     return 0
 
 
@@ -270,8 +268,6 @@ def calibrate(
         limit: largest number of queries per split and missing part; more are sampled
     """
     with opened(run) as trained:
-        with announced("loading the run"):
-            _ = trained.model
         made = trained.calibrate(top, limit)
     if is_first_rank():
         print(json.dumps(made.about) if format == "json" else _summary(made))

@@ -16,7 +16,6 @@ from kge_torchrec.commands import (
     write_records,
 )
 from kge_torchrec.config import ConfigError
-from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.answers import AnsweringModel
@@ -82,8 +81,6 @@ def predict(
         return print_problems(report, queries)
     if link is not None:
         with answering(run) as trained:
-            with announced("loading the run"):
-                _ = trained.model
             links = trained.new_links(link, top, candidates, loops)
         from kge_torchrec.answers.queries import Link
 
@@ -93,7 +90,7 @@ def predict(
         raise ConfigError(
             "predict takes two of --head, --relation and --tail, or only --relation, or --queries"
         )
-    with answering(run) as trained, announced("answering"):
+    with answering(run) as trained:
         asked = _with_facts(trained, facts, head, tail)
         answers = asked.predict(head, relation, tail, top, not new)
     from kge_torchrec.answers.queries import Prediction
@@ -150,8 +147,6 @@ def recommend(
     if (head is None) == (heads is None):
         raise ConfigError("recommend takes --head X for one head, or --heads FILE for many")
     with answering(run) as trained:
-        with announced("loading the run"):
-            _ = trained.model
         if is_first_rank():
             what = {"all": "all entities", "seen": "tails of the relation in train"}
             named = what.get(candidates, f"the entities of {candidates}")
@@ -210,8 +205,7 @@ def nearest(
         top: number of entities
     """
     with answering(run) as trained:
-        with announced("searching"):
-            results = trained.nearest(entity, top)
+        results = trained.nearest(entity, top)
         from kge_torchrec.answers.queries import MEANINGS, Neighbour, metric_of
 
         meaning = MEANINGS[metric_of(trained.model.scorer)]

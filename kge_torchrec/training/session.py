@@ -18,12 +18,7 @@ from kge_torchrec.distributed.processes import Processes, Rows, on_all_ranks, on
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.feature_rows import entity_vectors
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
-from kge_torchrec.environment import (
-    allow_tf32,
-    announced,
-    quiet_dependencies,
-    set_threads,
-)
+from kge_torchrec.environment import allow_tf32, quiet_dependencies, set_threads
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers import build_scorer
@@ -99,8 +94,7 @@ class Session:
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         allow_tf32(config.train.precision == "tf32")
-        # imported late: a trained run needs no engine
-        with quiet_dependencies(), announced("loading TorchRec"):
+        with quiet_dependencies():  # imported late: a trained run needs no engine
             from kge_torchrec.training.assembly import build_backend
             from kge_torchrec.training.averaging import Averaging
             from kge_torchrec.training.disk_table import DiskTable
