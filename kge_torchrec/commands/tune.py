@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from kge_torchrec.commands import ConfigName, File, Settings
 from kge_torchrec.config import ConfigError
@@ -12,6 +11,9 @@ from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.tuning.study import Study
 
 
 def tune(
@@ -21,14 +23,13 @@ def tune(
     trials: int | None = None,
     study: Annotated[str | None, "DIR"] = None,
     space: File | None = None,
-    halving: Literal["epochs", "none"] | None = None,
     storage: Annotated[str | None, "URL"] = None,
     resume: Annotated[str | None, "STUDY"] = None,
 ) -> int:
     """Train with many settings, drop poor ones early, and write the best config.
 
-    Trials are compared on valid; test is never used. --resume, or the same command with the same
-    --study, resumes the study, also after a kill or next to a running process.
+    Trials are compared on valid; test is never used. --resume resumes a study, also after a kill
+    or next to a running process.
 
     Examples:
       kge-torchrec tune demo --trials 20 --study studies/demo
@@ -38,10 +39,9 @@ def tune(
 
     Args:
         trials: trials of the whole study (default: 30)
-        study: folder of the study (default: studies/SCORER-TIME)
+        study: folder of a new study (default: studies/SCORER-TIME)
         space: YAML file of keys with ranges or lists (default: chosen from scorer and graph, and
             written to STUDY/space.yaml)
-        halving: how poor trials are dropped: after few epochs (default), or not at all
         storage: Optuna's storage, for processes on several hosts, such as
             postgresql+psycopg://HOST/DATABASE (default: STUDY/optuna.db)
         resume: resume the study in this folder; --threads and --device may change
@@ -55,12 +55,12 @@ def tune(
             loaded = load_config(config, settings)
             from kge_torchrec.tuning.study import make_study
 
-            opened = make_study(loaded, trials or 30, study, space, halving or "epochs", storage)
-        return _print_best(opened.path, opened.storage, opened.run(trials))
-    if any(value is not None for value in (config, study, space, halving, storage)):
+            opened = make_study(loaded, trials or 30, study, space, storage)
+        return _print_best(opened, opened.run())
+    if any(value is not None for value in (config, study, space, storage)):
         raise ConfigError(
-            "tune --resume reads the settings of the study; leave out CONFIG, --study, --space, "
-            "--halving and --storage"
+            "tune --resume reads the settings of the study; leave out CONFIG, --study, --space "
+            "and --storage"
         )
     here = config_from_dict({}, settings)
     keys = {word.partition("=")[0].removeprefix("--") for word in settings}
@@ -72,19 +72,19 @@ def tune(
     with loading_torch():
         from kge_torchrec.tuning.study import Study
 
-        opened = Study(Path(resume))
+        opened = Study(resume)
     for tried in opened.space:
         names = map(str, tried.options.get("choices", ()))
         check_imports({tried.key: dict.fromkeys(names)}, opened.path)
     own = {key: getattr(here, key) for key in keys if key in ("threads", "device")}
-    return _print_best(opened.path, opened.storage, opened.run(trials, **own))
+    return _print_best(opened, opened.run(trials, **own))
 
 
-def _print_best(study: Path, storage: str, best: dict) -> int:
+def _print_best(study: Study, best: dict) -> int:
     print(f"best of {best['trials']} trials: trial {best['number']}, "
           f"valid {best['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
-    print(f"train it, and rank test: kge-torchrec train {study / 'best.yaml'}")
-    print(f"look at all trials (pip install optuna-dashboard): optuna-dashboard {storage}")
+    print(f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")
+    print(f"look at all trials (pip install optuna-dashboard): optuna-dashboard {study.storage}")
     return 0

@@ -1,14 +1,8 @@
 """The race of defaults: short trainings of several settings on one graph; the best one continues.
 
-A config that says nothing of training is completed by a race of the configs in
-``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). The time of a setting is
-computed from counts (``work_of``) and never measured, so a second start chooses the same. Each
-setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has the results so far, so a
-killed race resumes. The winner continues from its checkpoint, so only the time of the others is
-lost.
-
-Settings that rise slowly may end higher, so comparisons use a projection: the last result, and a
-share of its gain since half the time for each doubling of the time that is left.
+Successive halving (Jamieson and Talwalkar 2016) of the configs in ``configs/portfolio``, each in
+``race/NAME`` of the run's folder. Work is computed from counts and never measured, so a second
+start chooses the same; ``race.json`` has the results so far, so a killed race resumes.
 """
 
 from __future__ import annotations
@@ -95,8 +89,7 @@ class Race:
         compared once more, if they are too close.
 
         Args:
-            train: Trains a racer until it has these epochs; returns its result, or None if it
-                diverged.
+            train: Trains a racer for these epochs in all; returns its result, None if it diverged.
             save: Called after each training.
         """
         left, compared = list(self.epochs), max(2, len(self.epochs) - 1) - 1
@@ -113,9 +106,10 @@ class Race:
         return self.finalists(left, rung)
 
     def projected(self, name: str, rung: int) -> float | None:
-        """Return what a racer should reach at the end, from its results until a rung.
+        """Return what a racer should reach at the end; None if it diverged.
 
-        It is None if the racer diverged. A mean rank is not projected.
+        Settings that rise slowly may end higher: a share of the gain since half the time is added
+        for each doubling of the time that is left. A mean rank is not projected.
         """
         *earlier, last = self.values[name][: rung + 1]
         if last is None or not earlier or self.metric == "mr":
@@ -134,10 +128,7 @@ class Race:
         return sorted(names, key=key)
 
     def is_close(self, names: Sequence[str], rung: int) -> bool:
-        """Return whether two racers, neither of which diverged, differ by less than their noise.
-
-        Either their results or their projections must.
-        """
+        """Return whether results or projections of two racers differ by less than their noise."""
         one, other = (self.values[name][rung] for name in names)
         if one is None or other is None:
             return False
@@ -145,11 +136,7 @@ class Race:
         return min(abs(one - other), abs(ahead)) < self._noise(max(one, other))
 
     def finalists(self, names: Sequence[str], rung: int) -> tuple[str, str]:
-        """Return the last two racers, the winner first.
-
-        If their projections differ by less than the noise, ``SLOW`` loses, or else the order of
-        ``names`` decides.
-        """
+        """Return the last two, the winner first; within the noise ``SLOW`` loses."""
         best, other = self.order(names, rung)
         value, second = self.projected(best, rung), self.projected(other, rung)
         noise = self._noise(self.values[best][rung] or 0.0)
@@ -158,20 +145,15 @@ class Race:
         return best, other
 
     def _noise(self, mean: float) -> float:
-        """Return the largest standard error that a result, between 0 and 1, can have.
-
-        It is that of a share: no values between 0 and 1 with this mean vary more.
-        """
+        """Return the standard error of a share; no values in [0, 1] with this mean vary more."""
         return math.sqrt(mean * (1 - mean) / self.queries) if self.queries else 0.0
 
 
 def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
-    """Race the settings of the portfolio on the graph of a run, or resume the race.  Collective.
+    """Race, or resume the race; return the winner's config.  Collective.
 
-    The winner's checkpoint and metrics become those of the run.
-
-    Returns:
-        The config of the winner, or ``config`` if there is nothing to compare.
+    The winner's checkpoint and metrics become those of the run. Where there is nothing to compare,
+    it returns ``config``.
 
     Raises:
         ConfigError: race.json is not of this version.
@@ -227,12 +209,9 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
 
 
 def racers(config: Config, store: TripleStore, place: tuple[bool, int]) -> dict[str, Config]:
-    """Return the config of each setting of the portfolio with which the run continues if it wins.
+    """Return the config of each setting, with which the run continues if it wins.
 
-    Args:
-        config: The run's config, which says nothing of training.
-        store: The triples.
-        place: Whether the race started on CUDA, and on how many ranks.
+    ``place``: whether the race started on CUDA, and on how many ranks.
     """
     epochs = config.settled(store.size, *place).train.epochs
     to_its_end = {
@@ -265,7 +244,7 @@ def entered(
     Args:
         works: The work of an epoch of each setting.
         epochs: The epochs of a training by the rules.
-        size: How much time the race may take.
+        size: A key of ``FIELDS``.
 
     Returns:
         The epochs of each racer after each rung (nothing if fewer than two can race); the work of
@@ -309,9 +288,12 @@ def _winner(
     began = time.perf_counter()
 
     def train(name: str, epochs: int) -> float | None:
-        """Train a racer, and validate it after its last epoch only."""
-        only_last = {"evaluation.every": 10**9, "evaluation.patience": 0}
-        values = {"train.epochs": epochs, **only_last, "run.trackers.wandb": None}
+        values = {
+            "train.epochs": epochs,
+            "evaluation.every": 10**9,  # after the last epoch only
+            "evaluation.patience": 0,
+            "run.trackers.wandb": None,
+        }
         try:
             value = train_trial(
                 configs[name], RunFolder(run.racers / name), store, values, ranks=ranks
@@ -349,10 +331,7 @@ def _winner(
 
 
 def _end(folder: RunFolder, state: Race | None) -> None:
-    """Move the winner's checkpoint and metrics into the run's folder; a second call finishes it.
-
-    A race without a winner is removed: the config now says more than it did.
-    """
+    """Move the winner into the run's folder, also after a kill; remove a race without a winner."""
     if state is None or state.winner is None:
         return folder.remove("race", "race.json")
     racer = folder.racers / state.winner

@@ -51,28 +51,18 @@ _KINDS: dict[str, type[BaseDistribution]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A range or a list of values for one key, with conditions.
-
-    Attributes:
-        key: The key.
-        name: Its name in Optuna: the key, with the conditions if the key has several ranges.
-        kind: "categorical", "int" or "float".
-        options: {"choices": ...} or {"low": ..., "high": ..., ...}, as Optuna takes them.
-        when: The allowed values of other keys.
-    """
+    """A range or a list of values for one key, with conditions."""
 
     key: str
-    name: str
-    kind: str
-    options: dict[str, Any]
-    when: dict[str, list[Any]]
+    name: str  # in Optuna: the key, with the conditions if the key has several ranges
+    kind: str  # "categorical", "int" or "float"
+    options: dict[str, Any]  # {"choices": ...} or {"low": ..., "high": ..., ...}, for Optuna
+    when: dict[str, list[Any]]  # the allowed values of other keys
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the conditions hold for the given values of all keys."""
         return all(values.get(key) in allowed for key, allowed in self.when.items())
 
     def contains(self, value: Any) -> bool:
-        """Return whether a value lies in the range."""
         if self.kind == "categorical":
             return value in self.options["choices"]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -82,10 +72,10 @@ class Parameter:
 def parameters_of(
     values: Any, where: str = "search space", lines: Mapping[str, int] = MappingProxyType({})
 ) -> list[Parameter]:
-    """Return the parameters of a space, in its order.
+    """Return the parameters of a space in the form that this module describes, in its order.
 
     Args:
-        values: A mapping in the form that this module describes.
+        values: The mapping.
         where: The source of the mapping, for error messages.
         lines: The line of each key there.
 
@@ -143,10 +133,7 @@ def _parameter(key: str, entry: Any, is_one_of_several: bool, later: Sequence[st
 
 
 def suggested(space: Sequence[Parameter], config: Config, trial: Trial) -> dict[str, Any]:
-    """Return the values that Optuna suggests for the keys whose conditions hold.
-
-    The config provides the values of all other keys.
-    """
+    """Return the values that Optuna suggests for the keys whose conditions hold."""
     known, chosen = all_values(config), dict[str, Any]()
     for parameter in space:
         if parameter.key not in chosen and parameter.holds(known):
@@ -176,8 +163,7 @@ SMALL = 30_000
 def default_search(config: Config, store: TripleStore) -> tuple[dict[str, Any], Config, list[str]]:
     """Return the default space, the config that it varies, and the settings that are tried first.
 
-    If the config leaves training open, these are the settings of the race, without those that a
-    study cannot afford on a graph of this size.
+    These are the settings of the race, if it would decide, that a graph of this size can afford.
     """
     space, resolved = default_space(config, store.num_entities), config.settled(store.size)
     if config.decided_by is not None:

@@ -1,18 +1,13 @@
 """A study: trials in a folder, run by any number of processes, on Optuna's own storage.
 
-The folder holds:
-    study.json    what the study was started with
-    config.yaml   the config whose keys the trials change
-    space.yaml    the keys that the trials change
-    optuna.db     Optuna's database of all trials, unless the study has another storage
-    store/        the prepared triples, unless the config names a store
-    trials/0007   the run of a trial, without checkpoints
-    best.yaml     the config of the best trial, for ``train``
+STUDY/study.json has its name, storage and first trials; config.yaml the config whose keys the
+trials change; space.yaml these keys; optuna.db the trials, unless the study has another storage;
+trials/0007 the run of a trial, without checkpoints; best.yaml the config of the best trial.
 
-Processes communicate through Optuna's storage only. A process that trains beats in the database.
-The values of a trial whose process has not beaten for ``GRACE`` seconds, or that a signal or a full
-disk ended, are tried again once. Trials are compared after the same number of epochs; the first
-ones, with the settings that the study starts from, are never dropped, since some rise slowly.
+A process that trains beats in the database. The values of a trial whose process has not beaten for
+``GRACE`` seconds, or that a signal or a full disk ended, are tried again once. Trials are compared
+after the same number of epochs; the first ones, with the settings that the study starts from, are
+never dropped, since some rise slowly.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +31,7 @@ import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.checks import at_least, one_of
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.keys import replace_keys
 from kge_torchrec.config.parser import AnyConfig, as_config, read_run_config, values_of
 from kge_torchrec.config.yaml_file import read_yaml
@@ -86,26 +81,26 @@ with _quiet():
 
 def tune(
     config: AnyConfig = None,
-    trials: int = 30,
+    trials: int | None = None,
     study: str | Path | None = None,
     space: str | Path | dict[str, Any] | None = None,
-    halving: str = "epochs",
     storage: str | None = None,
+    resume: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Search for good settings by their results on valid, or resume the study in a folder.
+    """Search for good settings by their results on valid, or resume a study.
 
     If ``config`` leaves training open and ``space`` is None, the first trials use the settings of
     the race of defaults; otherwise the first one uses ``config``.
 
     Args:
         config: The config whose keys the trials change, in a form that ``train`` takes.
-        trials: The trials of the whole study, including those of earlier calls and of other
-            processes.
-        study: The folder of the study, which is created or resumed. None: studies/SCORER-TIME.
+        trials: The trials of the whole study, including those of other processes. None: 30, or as
+            many as the study was started with.
+        study: The folder of a new study. None: studies/SCORER-TIME.
         space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
             and the size of the graph.
-        halving: How poor trials are dropped: after few "epochs", or "none".
         storage: The URL of Optuna's storage. None: a SQLite file in the folder.
+        resume: The folder of a study that exists; the arguments but ``trials`` are its own.
 
     Returns:
         {"number", "value", "values" by key, "metric", "trials"} of the best trial; "trials" is the
@@ -116,22 +111,24 @@ def tune(
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
-    return make_study(as_config(config), trials, study, space, halving, storage).run(trials)
+    if resume is not None:
+        if any(value is not None for value in (config, study, space, storage)):
+            raise ConfigError("tune(resume=...) reads the settings of the study; leave them out")
+        return Study(resume).run(trials)
+    return make_study(as_config(config), trials or 30, study, space, storage).run()
 
 
 def make_study(
     config: Config,
     trials: int,
-    folder: str | Path | None,
-    space: str | Path | dict[str, Any] | None,
-    halving: str,
-    storage: str | None,
+    folder: str | Path | None = None,
+    space: str | Path | dict[str, Any] | None = None,
+    storage: str | None = None,
 ) -> Study:
-    """Make a new study, or open the one in the folder if it has the same settings."""
+    """Make a new study: prepare the store, choose first trials, and write the folder."""
     named = config.model.scorer if config.decided_by else "default"
     path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
     at_least("trials", trials, 1)
-    one_of("halving", halving, ("epochs", "none"))
     check_start(config, facts_of(config))
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
@@ -142,91 +139,80 @@ def make_study(
         where, (ranges, lines) = str(space), read_yaml(space)
     if space is not None:
         parameters_of(ranges, where, lines)
-    file = path / "study.json"
-    own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
-    if not file.is_file() and any(other.name not in own for other in path.glob("[!.]*")):
+    if (path / "study.json").is_file():
+        raise ConfigError(f"study: {path} is a study; resume it with `tune --resume {path}`")
+    if any(path.glob("[!.]*")):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
-    if storage is not None and not file.is_file():
+    if storage is not None:
         _storage(storage)  # a wrong URL leaves no folder
     path.mkdir(parents=True, exist_ok=True)
-    base = replace(config, run=replace(config.run, dir=None, resume="never"))
-    given = {"config": base.to_dict(), "search space": ranges, "way of dropping trials": halving}
-    given = json.loads(json.dumps({**given, "storage": storage}))
-    with (path / ".lock").open("a") as lock:
-        files.lock(lock, wait=True)
-        if not file.is_file():
-            first = _write(path, base, ranges, halving)
-            # Several studies may share a storage.
-            name = f"{path.resolve().name}-{uuid.uuid4().hex[:8]}"
-            content = {"name": name, "trials": trials, "first": first, **given}
-            files.write_json(file, content)  # last, since it marks a study
-    study = Study(path)
-    for what, value in given.items():
-        if study.given[what] != value:
-            raise ConfigError(
-                f"study: the study in {path} has a different {what}; resume that study "
-                f"with `tune --resume {path}`, or name another folder"
-            )
-    return study
-
-
-def _write(path: Path, config: Config, ranges: dict[str, Any] | None, halving: str) -> list[str]:
-    """Write config.yaml and space.yaml, and prepare the store.
-
-    Returns:
-        The settings of the race that are the first trials: none if the config says how to train.
-    """
+    config = replace(config, run=replace(config.run, dir=None, resume="never"))
     store = open_store(config, path)
     if not len(store.valid):
         raise ConfigError("data.path: tune compares trials on valid, which has no triples")
     for note in notes(store):
         log.warning(note)
-    resolved, first = config.settled(store.size), list[str]()
+    base, first = config.settled(store.size), list[str]()
     if ranges is None:
-        ranges, resolved, first = default_search(config, store)
+        ranges, base, first = default_search(config, store)
     if first:
         say(f"first trials: the settings of the race, {', '.join(first)}")
-    every = resolved.evaluation.every or resolved.train.epochs
-    if halving == "epochs":  # a validation early enough to drop trials
-        every = min(every, max(1, resolved.train.epochs // ETA ** (RUNGS - 1)))
-    replace_keys(resolved, {"evaluation.every": every}).save(path / "config.yaml")
+    if not config.evaluation.every:  # early enough to drop trials
+        early = max(1, base.train.epochs // ETA ** (RUNGS - 1))
+        early = min(early, base.evaluation.every or early)
+        base = replace_keys(base, {"evaluation.every": early})
+    base.save(path / "config.yaml")
     (path / "trials").mkdir(exist_ok=True)
     files.write_text(path / "space.yaml", yaml.safe_dump(ranges, sort_keys=False))
-    return first
+    # Several studies may share a storage.
+    name = f"{path.resolve().name}-{uuid.uuid4().hex[:8]}"
+    with _quiet():
+        made = optuna.create_study(
+            storage=_storage(storage or f"sqlite:///{path / 'optuna.db'}"),
+            study_name=name,
+            direction="minimize" if base.evaluation.metric == "mr" else "maximize",
+        )
+    for setting in first:
+        made.enqueue_trial({}, user_attrs={"from": setting})
+    # A value of the config outside the space is left to the sampler.
+    values = own_values(parameters_of(ranges), base)
+    if values and not first:
+        made.enqueue_trial(values, user_attrs={"from": "the config"})
+    # The file is written last, since it marks a study.
+    files.write_json(path / "study.json", {"name": name, "trials": trials, "storage": storage})
+    return Study(path)
 
 
 class Study:
     """The folder of a study and Optuna's study of its trials."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: str | Path):
+        self.path = path = Path(path)
         if not (path / "study.json").is_file():
             raise ConfigError(f"{path} is no study: the folder has no study.json")
-        self.given = json.loads((path / "study.json").read_text(encoding="utf-8"))
+        given = json.loads((path / "study.json").read_text(encoding="utf-8"))
+        self.name, self.trials = given["name"], given["trials"]
+        self.storage = given["storage"] or f"sqlite:///{path / 'optuna.db'}"
         self.config = read_run_config(path / "config.yaml")
         self.metric = self.config.evaluation.metric
         ranges, lines = read_yaml(path / "space.yaml")
         self.space = parameters_of(ranges, str(path / "space.yaml"), lines)
         # The epochs before the first comparison: a multiple of the interval of validations.
-        every = self.config.evaluation.every
-        self.first_rung = max(1, self.config.train.epochs // ETA ** (RUNGS - 1) // every) * every
-        self.halves = self.given["way of dropping trials"] == "epochs"
-        self.storage = self.given["storage"] or f"sqlite:///{path / 'optuna.db'}"
+        epochs, every = self.config.train.epochs, self.config.evaluation.every
+        self.first_rung = max(1, epochs // ETA ** (RUNGS - 1) // every) * every
         self.store = open_store(self.config, path)
 
     def run(self, trials: int | None = None, **own: Any) -> dict[str, Any]:
         """Run trials until the study has so many, including those of other processes.
 
-        Args:
-            trials: None: as many as it was started with.
-            own: ``threads`` and ``device`` of the runs of this process, if not those of the config.
-
-        Returns:
-            What ``tune`` returns.
+        ``own`` are ``threads`` and ``device`` of the runs of this process, if not those of the
+        config. Returns what ``tune`` returns.
         """
-        limit = trials or self.given["trials"]
+        limit = trials or self.trials
 
-        def enough(study: optuna.Study, _: FrozenTrial) -> None:
+        def after_trial(study: optuna.Study, trial: FrozenTrial) -> None:
+            if trial.state is TrialState.COMPLETE:
+                self.best(study)
             failed = [trial.state is TrialState.FAIL for trial in ended(study)]
             if (len(failed) >= FIRST_FAILURES and all(failed)) or len(failed) >= limit:
                 study.stop()
@@ -235,41 +221,20 @@ class Study:
             study = self.load()
             try:
                 if len(ended(study)) < limit:
-                    study.optimize(partial(self._objective, own), callbacks=[enough])
-            except BaseException as error:
-                with suppress(Exception):  # what ended the study is what the caller has to see
-                    self.best(study)
-                if isinstance(error, KeyboardInterrupt):
-                    raise KeyboardInterrupt(
-                        f"interrupted; resume with `tune --resume {self.path}`."
-                    ) from error
-                raise
+                    study.optimize(partial(self._objective, own), callbacks=[after_trial])
+            except KeyboardInterrupt as error:
+                raise KeyboardInterrupt(
+                    f"interrupted; resume with `tune --resume {self.path}`."
+                ) from error
             return self.best(study)
 
     def load(self) -> optuna.Study:
-        """Return Optuna's study; if it is new, its first trials are those that it starts from."""
-        pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-        if self.halves:
-            pruner = optuna.pruners.SuccessiveHalvingPruner(
-                min_resource=self.first_rung, reduction_factor=ETA
-            )
-        with (self.path / ".lock").open("a") as file:
-            files.lock(file, wait=True)  # two processes would both create the tables
-            study = optuna.create_study(
-                storage=_storage(self.storage),
-                study_name=self.given["name"],
-                direction="minimize" if self.metric == "mr" else "maximize",
-                pruner=pruner,
-                load_if_exists=True,
-            )
-            if not study.get_trials(deepcopy=False):
-                for name in self.given["first"]:
-                    study.enqueue_trial({}, user_attrs={"from": name})
-                # A value of the config outside the space is left to the sampler.
-                values = own_values(self.space, self.config.settled(self.store.size))
-                if values and not self.given["first"]:
-                    study.enqueue_trial(values, user_attrs={"from": "the config"})
-        return study
+        """Return Optuna's study, which drops trials by asynchronous successive halving."""
+        return optuna.load_study(
+            study_name=self.name,
+            storage=_storage(self.storage),
+            pruner=optuna.pruners.SuccessiveHalvingPruner(self.first_rung, ETA),
+        )
 
     def _objective(self, own: dict[str, Any], trial: Trial) -> float:
         """Train a trial; return its best result on valid, or NaN, which fails it, at an error."""
@@ -279,7 +244,7 @@ class Study:
         else:
             # Seeded by trial: with one seed, two processes would draw the same values.
             trial.study.sampler = optuna.samplers.TPESampler(
-                n_startup_trials=max(5, min(10, self.given["trials"] // 3)),
+                n_startup_trials=max(5, min(10, self.trials // 3)),
                 multivariate=True,
                 group=True,
                 constant_liar=True,
@@ -291,12 +256,13 @@ class Study:
 
         def watch(kind: str, line: dict[str, Any]) -> None:
             nonlocal last
-            if kind != "valid" or not self.halves:
+            if kind != "valid":
                 return
             last = value_of(line, self.metric)
             trial.report(last, line["epoch"])
             # After the last rung, little time is left to save.
-            if line["epoch"] <= self.first_rung * ETA ** (RUNGS - 2):
+            last_rung = min(self.first_rung * ETA ** (RUNGS - 2), self.config.train.epochs - 1)
+            if line["epoch"] <= last_rung:
                 is_poor = trial.should_prune()  # for all: the pruner compares with earlier calls
                 if is_poor and name is None:
                     raise optuna.TrialPruned
@@ -335,11 +301,7 @@ class Study:
         return with_values(self.config, values).settled(self.store.size)
 
     def best(self, study: optuna.Study) -> dict[str, Any]:
-        """Write best.yaml; return what ``tune`` returns.
-
-        Raises:
-            ConfigError: No trial was completed.
-        """
+        """Write best.yaml; return what ``tune`` returns."""
         trials = ended(study)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
             failures = [error for t in trials if (error := t.user_attrs.get("error"))]
