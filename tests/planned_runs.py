@@ -26,7 +26,6 @@ def plan_of(
     hosts: int = 1,
     links: dict[str, float] | None = None,
     layout: str = "row_wise",
-    reserve: float = 0.05,
     **keys: Any,
 ) -> Plan:
     """A plan for devices such as "8xH100-80GB"; ``keys`` are the config's, with __ for the dot."""
@@ -35,7 +34,7 @@ def plan_of(
     sizes = Sizes.of_counts(entities, relations, triples, skew)
     # As the rules choose for one CPU, so that plans for other devices compare.
     config = config.settled(sizes.graph)
-    return Plan(config, sizes, clustered(devices, hosts, **(links or {})), layout, reserve)
+    return Plan(config, sizes, clustered(devices, hosts, **(links or {})), layout)
 
 
 def freebase(devices: str, **keys: Any) -> Plan:

@@ -11,7 +11,6 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.environment import loading_torch
 
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
-_Speed = Annotated[float | None, "GB/S"]
 _Number = Annotated[str | None, "N"]
 
 
@@ -22,9 +21,7 @@ def plan(
     settings: Settings = (),
     hosts: int = 1,
     host_memory: Annotated[float | None, "GIB"] = None,
-    within_host: _Speed = None,
-    between_hosts: _Speed = None,
-    reserve: float = 0.05,
+    between_hosts: Annotated[float | None, "GB/S"] = None,
     entities: _Number = None,
     relations: _Number = None,
     triples: _Number = None,
@@ -46,11 +43,9 @@ def plan(
             4xCPU-64GB, or any card by its memory: 8xGPU-96GB
         hosts: hosts that share the devices evenly
         host_memory: main memory of one host
-        within_host: speed of a rank's link to others on its host, in place of the device's
-        between_hosts: the same to other hosts, such as 12.5
-        reserve: share of memory left free
+        between_hosts: speed of a rank's link to other hosts, in place of the device's
         entities: number of entities, such as 86M; with entities.tables those of each type:
-            user=60M,item=26M (default: those of the config's data, as of the next two)
+            user=60M,item=26M (default: all three are counted in the config's data)
         relations: number of relations, such as 14_824
         triples: number of training triples
         skew: Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, 0.7
@@ -67,9 +62,8 @@ def plan(
         if loaded.decided_by is None:
             print("default: rules; train would first race several settings", file=sys.stderr)
         made = report.make_plan(
-            loaded, devices, hosts, host_memory, within_host, between_hosts, entities, relations,
-            triples, skew, reserve,
-        )  # fmt: skip
+            loaded, devices, hosts, host_memory, between_hosts, entities, relations, triples, skew
+        )
         if all:
             plans = report.all_layouts(made)
             content: Any = [report.content_of(x) for x in plans]

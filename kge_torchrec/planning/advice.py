@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kge_torchrec.config import ConfigError
@@ -31,18 +31,18 @@ class Advice:
 def advise(plan: Plan) -> list[Advice]:
     """Return what makes the run fit, then what does not.
 
-    Of changes with a size, the first size that fits is advised; if none does, the last one is said
-    to be not enough.
+    Of changes with a size, each of which needs less than the one before, the first that fits is
+    advised; if none does, the last one is said to be not enough.
     """
-    results = [*_devices(plan)]
+    results = []
     for family in _changes(plan):
-        tried: list[tuple[str, Plan]] = []
+        plans: list[tuple[str, Plan]] = []
         for words, keys in family:
             with suppress(ConfigError):  # another setting does not allow it
-                tried.append((words, plan.changed(keys)))
-                if tried[-1][1].fits:
-                    break
-        results += [_judged(*x) for x in tried[-1:]]
+                plans.append((words, plan.changed(keys)))
+        if plans:
+            first = bisect_left(plans, True, key=lambda pair: pair[1].fits)
+            results.append(_judged(*plans[min(first, len(plans) - 1)]))
     return sorted(results, key=lambda advice: not advice.fits)
 
 
@@ -56,22 +56,9 @@ def _judged(change: str, plan: Plan) -> Advice:
     return Advice(change, False, f"is not enough: {limit.place} {too_much}")
 
 
-def _devices(plan: Plan) -> Iterator[Advice]:
-    """Yield the smallest number of these devices that fits, or the largest that was tried."""
-    plans = []
-    for cluster in plan.cluster.larger:
-        with suppress(ConfigError):  # such as replicas that these devices cannot be split into
-            plans.append(replace(plan, cluster=cluster, counted=plan.costs))
-    if not plans:  # dense.wrapper none is for one rank
-        return
-    first = bisect_left(plans, True, key=lambda other: other.fits)
-    smallest = plans[min(first, len(plans) - 1)]
-    words = ", the smallest number," * (first < len(plans))
-    yield _judged(f"{smallest.cluster}{words}", smallest)
-
-
 def _changes(plan: Plan) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Yield lists of changes, in words and as keys of the config; of a list the first is best."""
+    """Yield lists of changes, in words and for ``Plan.changed``; of a list the first is best."""
+    yield [(f"{cluster},", {"cluster": cluster}) for cluster in plan.cluster.larger]
     entities, options = plan.config.entities, plan.config.entities.placement_options
     by_row = optimizer_class(plan.config.train.optimizer).by_row
     if by_row and entities.preset == "fbgemm":

@@ -88,16 +88,17 @@ class Cluster:
 
     @property
     def larger(self) -> list[Cluster]:
-        """Clusters of the same devices in growing numbers, on as few hosts as hold them.
+        """Clusters of up to 1,024 of the same devices, on as few hosts as hold them.
 
-        The ranks of a CPU host share its memory, so only more hosts help.
+        A host is full where there are several. The ranks of a CPU host share its memory, so only
+        more hosts help.
         """
-        per_host = max(self.per_host, DEVICES_PER_HOST) if self.device.is_cuda else self.per_host
-        counts = range(self.world_size + 1, max(2 * self.world_size, 1024) + 1)
-        if not self.device.is_cuda:
-            counts = range(self.world_size + per_host, counts.stop, per_host)
-        hosts = {count: -(-count // per_host) for count in counts}
-        return [Cluster(self.device, n, h) for n, h in hosts.items() if n % h == 0]
+        per_host, first = self.per_host, self.world_size + 1
+        if self.device.is_cuda:
+            per_host = max(per_host, DEVICES_PER_HOST)
+        counts = [*range(first, per_host), *range(per_host, 1025, per_host)]
+        counts = [n for n in counts if n >= first and (self.device.is_cuda or n % per_host == 0)]
+        return [Cluster(self.device, n, -(-n // per_host)) for n in counts]
 
     def __str__(self) -> str:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
@@ -108,27 +109,24 @@ def parse_devices(
     text: str,
     hosts: int = 1,
     host_gib: float | None = None,
-    within_host: float | None = None,
     between_hosts: float | None = None,
 ) -> Cluster:
     """Return the cluster that a text such as "8xH100-80GB", "8xh100" or "2xCPU-64GB" names.
 
-    ``host_gib`` is the main memory of one host (of CPUs by default this machine's), the links are
-    in GB/s; None leaves those of the device.
+    ``host_gib`` is the main memory of one host (of CPUs by default this machine's), the link is
+    in GB/s; None leaves that of the device.
     """
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not match:
         raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
-    options = {"host_memory": host_gib, "within_host": within_host, "between_hosts": between_hosts}
+    options = {"host-memory": host_gib, "between-hosts": between_hosts}
     for name, value in options.items():
         if value is not None and not (is_number(value) and 0 < value < float("inf")):
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} must be a number above 0, got {value}")
+            raise ConfigError(f"--{name} must be a number above 0, got {value}")
     device = _find(match[2])
     device = replace(
         device,
         host_memory=int(host_gib * GIB) if host_gib else device.host_memory or host_memory(),
-        within_host=within_host * GB if within_host else device.within_host,
         between_hosts=between_hosts * GB if between_hosts else device.between_hosts,
     )
     return Cluster(device, int(match[1] or 1), hosts)

@@ -28,17 +28,20 @@ from kge_torchrec.embeddings.torchrec.planner import (
     table_memory,
 )
 from kge_torchrec.planning.cost import Cost, Costs
-from kge_torchrec.planning.devices import Cluster, is_number
+from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.sizes import Batch, Sizes, degree_power
 from kge_torchrec.training.assembly import sides_of
 from kge_torchrec.training.checkpoint_files import PIECE_BYTES
 
 MIB = 1 << 20
+RESERVE = 0.05  # share of each device's memory, and of a CPU host's, that is left free
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
-# A CPU rank with packages, process group and compiled kernels (592 MiB in tiny runs), and blocks of
-# earlier steps that the C library keeps free. Ranks that held the same had 69 to 131 MiB of these.
-CPU_PROCESS = (592 + 100) * MIB
+# A CPU rank with packages, process group and compiled kernels: measured in tiny runs.
+CPU_PROCESS = 592 * MIB
+# Most bytes of the start and of earlier steps that the C library keeps free. Ranks that held
+# the same had 69 to 131 MiB of these; tiny runs, which have no such blocks, had none.
+CPU_FREED = 100 * MIB
 RANKED_MOST = 128 * MIB  # pages of the filter index that the final ranking reads, at most: assumed
 _IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
@@ -67,7 +70,6 @@ class Plan:
         sizes: The sizes of the graph.
         cluster: The devices.
         layout: How the table is split, one of ``SHARDINGS``; training has row_wise.
-        reserve: Share of each device's memory, and of a CPU host's, that is left free.
         counted: The costs of the scorer, shared by plans with the same one.
 
     Raises:
@@ -78,16 +80,12 @@ class Plan:
     sizes: Sizes
     cluster: Cluster
     layout: str = "row_wise"
-    reserve: float = 0.05
     counted: Costs | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         config, ranks = self.config, self.cluster.world_size
         unknown = sorted((config.entities.tables or {}).keys() - {*self.sizes.types})
         problems = {
-            f"--reserve must be in [0, 1), got {self.reserve}": (
-                not (is_number(self.reserve) and 0 <= self.reserve < 1)
-            ),
             f"entities.tables: the sizes of {', '.join(unknown)} are not known; plan with typed "
             "data, or give --entities user=600k,item=400k": bool(unknown),
             f"dense.wrapper none is for one rank, not for {ranks}; use auto": (
@@ -103,14 +101,14 @@ class Plan:
             check_cuda_dim(self.dim)
 
     @classmethod
-    def of(cls, config: Config, sizes: Sizes, cluster: Cluster, reserve: float = 0.05) -> Plan:
+    def of(cls, config: Config, sizes: Sizes, cluster: Cluster) -> Plan:
         """Return the plan of a config that may have nulls."""
         config.check_device(cluster.device.is_cuda)
         config = config.settled(sizes.graph, cluster.device.is_cuda, cluster.world_size)
-        return cls(config, sizes, cluster, reserve=reserve)
+        return cls(config, sizes, cluster)
 
-    def changed(self, keys: dict[str, Any], **fields: Any) -> Plan:
-        """Return the plan with other values of config keys ("train.batch_size") and of fields.
+    def changed(self, keys: dict[str, Any]) -> Plan:
+        """Return the plan with other values of keys ("train.optimizer"), of cluster or layout.
 
         The keys are none of scorer, loss and negatives, so the costs of scoring stay.
 
@@ -118,15 +116,19 @@ class Plan:
             ConfigError: The config does not allow a value, or another key that is set loses its
                 effect.
         """
-        config = self.config
+        config, fields = self.config, {}
         for key, value in keys.items():
-            section, name = key.split(".")
+            section, _, name = key.partition(".")
+            if not name:
+                fields[key] = value
+                continue
             changed = replace(getattr(config, section), **{name: value})
             config = replace(config, **{section: changed})
-        idle = without_effect(self.config, Facts())
-        for key, reason in without_effect(config, Facts()).items():
-            if key not in idle:
-                raise ConfigError(reason)
+        if config is not self.config:
+            idle = without_effect(self.config, Facts())
+            for key, reason in without_effect(config, Facts()).items():
+                if key not in idle:
+                    raise ConfigError(reason)
         return replace(self, config=config, counted=self.costs, **fields)
 
     # The run.
@@ -289,6 +291,14 @@ class Plan:
         dense = 4 * numbers * (copies + dense_state_numbers(train.optimizer))
         return round(self.sizes.rows * (4 * dim * copies + row)) + dense
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of a rank's parts on disk, values and state; 0 of a table in memory."""
+        if self.parts is None:
+            return 0
+        held = self.table["weights"] + self.table["optimizer state"]
+        return round((held.main + held.device) / self.parts.places) * self.parts.parts
+
     # A micro-batch.
 
     @cached_property
@@ -350,7 +360,8 @@ class Plan:
         parts["rows and ids"] = computed(growth * self._exchanged())
         parts["activations"] = computed(growth * self.cost.peak_bytes)
         parts["batches"] = computed(_IN_FLIGHT * self._batch())
-        process = CUDA_PROCESS if self.is_cuda else Bytes(main=CPU_PROCESS)
+        freed = min(CPU_FREED, sum(size.main for size in parts.values()))
+        process = CUDA_PROCESS if self.is_cuda else Bytes(main=CPU_PROCESS + freed)
         if degree_power(config.negatives) is not None and not self.is_full:  # cumulated degrees
             process += Bytes(main=8 * sizes.entities)
         if config.entities.on_disk:  # numbers of triples, sorted by stage
@@ -439,7 +450,7 @@ class Plan:
         with_features = sizes.entities if sizes.num_features else 0
         size = device_bytes(config, sizes.triples, with_features, sizes.pairs)
         memory = self.cluster.device.memory
-        free = memory * (1 - self.reserve) - others
+        free = memory * (1 - RESERVE) - others
         return size if config.train.batches == "device" or fits_device(size, memory, free) else 0
 
     @property
@@ -459,7 +470,7 @@ class Plan:
         needs = [("main memory of a host", main, device.host_memory)]
         if self.is_cuda:
             needs.insert(0, ("memory of a GPU", self.total.device, device.memory))
-        return [Limit(*need, int(need[2] * (1 - self.reserve))) for need in needs]
+        return [Limit(*need, int(need[2] * (1 - RESERVE))) for need in needs]
 
     @property
     def worst(self) -> Limit:

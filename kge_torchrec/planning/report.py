@@ -12,7 +12,7 @@ from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, amount
 from kge_torchrec.planning.advice import Advice, advise
 from kge_torchrec.planning.devices import GB, parse_devices
-from kge_torchrec.planning.plan import Plan
+from kge_torchrec.planning.plan import RESERVE, Plan
 from kge_torchrec.planning.sizes import find_sizes
 from kge_torchrec.planning.step import Step
 from kge_torchrec.tables import aligned, seconds
@@ -63,17 +63,15 @@ def make_plan(
     devices: str,
     hosts: int = 1,
     host_memory: float | None = None,
-    within_host: float | None = None,
     between_hosts: float | None = None,
     entities: int | str | None = None,
     relations: int | str | None = None,
     triples: int | str | None = None,
     skew: float | None = None,
-    reserve: float = 0.05,
 ) -> Plan:
     """Return the plan that the options of the verb ``plan`` mean; all of them are checked."""
-    cluster = parse_devices(devices, hosts, host_memory, within_host, between_hosts)
-    return Plan.of(config, find_sizes(config, entities, relations, triples, skew), cluster, reserve)
+    cluster = parse_devices(devices, hosts, host_memory, between_hosts)
+    return Plan.of(config, find_sizes(config, entities, relations, triples, skew), cluster)
 
 
 def all_layouts(plan: Plan) -> list[Plan]:
@@ -81,19 +79,17 @@ def all_layouts(plan: Plan) -> list[Plan]:
     entities = plan.config.entities
     by_rows_only = plan.is_full or entities.on_disk or entities.tables is not None
     layouts = SHARDINGS[: 1 if by_rows_only else 3 if entities.cache_ratio else 4]
-    plans = [plan.changed({}, layout=layout) for layout in layouts]
+    plans = [plan.changed({"layout": layout}) for layout in layouts]
     return sorted(plans, key=lambda plan: (not plan.fits, Step(plan).seconds))
 
 
 def report(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Return the plan as text: memory, traffic, time, and what makes it fit."""
     step = Step(plan)
-    blocks = [_head(plan), _memory(plan), [*_limits(plan), *_disk(step)], _traffic(step)]
-    blocks.append(_times(step))
+    blocks = [_head(plan), _memory(plan), _limits(plan), _traffic(step), _times(step)]
     if not plan.fits:
         tried = (f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice)
         blocks.append(["What would make it fit:", *tried])
-    blocks.append([f"note: {note}" for note in notes(plan)])
     return "\n\n".join("\n".join(lines) for lines in map(list, blocks) if lines)
 
 
@@ -135,25 +131,22 @@ def _limits(plan: Plan) -> Iterator[str]:
         excess = f": {amount(limit.over)} too much" if limit.over > 0 else ""
         yield (
             f"{limit.place}: {amount(limit.need)} of {amount(limit.usable)} usable ({share:.0%}; "
-            f"{amount(limit.capacity)} less {plan.reserve:.0%} left free){excess}"
+            f"{amount(limit.capacity)} less {RESERVE:.0%} left free){excess}"
         )
-    yield f"a checkpoint: {amount(plan.checkpoint_bytes)} on disk"
+    yield f"a checkpoint: {amount(plan.checkpoint_bytes)} on disk{_copied(plan)}"
+    if plan.parts is not None:
+        yield (
+            f"disk of each rank: {amount(plan.disk_bytes)} in {plan.parts.parts} parts, "
+            f"{plan.parts.places} of them in memory; a checkpoint adds the parts that changed"
+        )
 
 
-def _disk(step: Step) -> Iterator[str]:
-    """Yield what lies on disk, and how fast a disk keeps up with training."""
-    if (use := step.disk) is None:
-        return
-    yield (
-        f"disk of each rank: {amount(use['table_bytes'])} in {use['parts']} parts of "
-        f"{amount(use['part_bytes'])}, {use['buffer']} of them in memory; each checkpoint that is "
-        "kept adds the parts that changed after it, at most as much again"
-    )
-    yield (
-        f"an epoch exchanges a part {use['exchanges']:,} times: each rank reads "
-        f"{amount(use['epoch_bytes'])} and writes as much; training waits for a disk that reads "
-        f"and writes fewer than {amount(round(use['bytes_per_second']))}/s at the same time"
-    )
+def _copied(plan: Plan) -> str:
+    options, table = plan.config.checkpoint.options, plan.table
+    if plan.parts is not None or not options.background:
+        return ""
+    rows = sum(table[x].device + table[x].main for x in table if x != "cache")
+    return f"; while it is written, up to {amount(plan.cluster.per_host * rows)} of a host's memory"
 
 
 def _traffic(step: Step) -> Iterator[str]:
@@ -210,33 +203,6 @@ def percentages(values: dict[str, float]) -> dict[str, int]:
     return shares
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return what the plan leaves open."""
-    config, regime = plan.config, plan.config.negatives.regime
-    saved = [plan.memory[x] for x in ("weights", "optimizer state", "average") if x in plan.memory]
-    copied = plan.cluster.per_host * sum(size.device + size.main for size in saved) / 2**30
-    answers = config.negatives.max_answers
-    most = f"up to {answers:,} (negatives.max_answers)" if answers else "any number"
-    background = plan.parts is None and config.checkpoint.options.background
-    holding = {
-        "no GPU has run managed_caching yet: its times are of the model only": (
-            config.entities.cache_ratio > 0
-        ),
-        "negatives.regime kvssample: activations, traffic and time assume one answer per query; a "
-        f"query may have {most}, of {4 * plan.dim:,} bytes per row": regime == "kvssample",
-        f"negatives.regime {regime}: an epoch has at most {plan.examples:,} queries; queries that "
-        "several triples share occur once": regime in ("kvsall", "kvssample"),
-        f"activations are counted in float32; {config.train.precision} needs less": (
-            config.train.computes_in_16_bits
-        ),
-        f"a checkpoint takes up to {copied:,.1f} GiB more main memory per host while training "
-        "continues; where that is not free, training waits (checkpoint.options.background)": (
-            background and copied >= 1
-        ),
-    }
-    return [note for note, holds in holding.items() if holds]
-
-
 def side_by_side(plans: Sequence[Plan]) -> str:
     """Return a table of layouts, one line each, and why training takes rows."""
     rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "sent, busiest rank",
@@ -269,7 +235,6 @@ def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "triples": sizes.triples,
         "dense_parameters": plan.costs.dense_numbers,
         "cluster": asdict(plan.cluster),
-        "reserve": plan.reserve,
         "layout": plan.layout,
         "rows": plan.rows,
         "columns": plan.columns,
@@ -277,7 +242,7 @@ def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "memory": {**memory, "total": asdict(plan.total)},
         "limits": [{**asdict(limit), "over": max(0, limit.over)} for limit in plan.limits],
         "checkpoint_bytes": plan.checkpoint_bytes,
-        "disk": step.disk,
+        "disk_bytes": plan.disk_bytes,
         "batch_size": plan.batch_size,
         "micro_batch": batch,
         "sent": {kind: dict(zip(("within_host", "to_others"), x, strict=True))
@@ -292,5 +257,4 @@ def content_of(plan: Plan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
         "epoch_seconds": step.epoch_seconds,
         "training_seconds": config.train.epochs * step.epoch_seconds,
         "advice": [asdict(item) for item in advice],
-        "notes": notes(plan),
     }  # fmt: skip

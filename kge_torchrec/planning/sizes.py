@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.data.batches.triples import share_of
-from kge_torchrec.data.datasets import EMBEDDED, is_named
+from kge_torchrec.data.datasets import is_named
 from kge_torchrec.data.sort import chunks, value_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import runs_of_types
@@ -190,14 +190,14 @@ def find_sizes(
     triples: str | int | None = None,
     skew: float | None = None,
 ) -> Sizes:
-    """Return the sizes of a run; those that are None are counted in the config's data.
+    """Return the sizes of a run: numbers, or those of the config's data.
 
     Args:
         config: The config, for its data.
         entities: A number, a text such as "86M", or numbers by type: "user=60M,item=26M".
-        relations: A number or a text.
-        triples: A number or a text.
-        skew: Zipf's exponent of the frequency of entities.
+        relations: A number or a text, as ``triples``.
+        triples: All three are given, or none.
+        skew: Zipf's exponent of the frequency of entities. None: counted, or ``TYPICAL_SKEW``.
 
     Raises:
         ConfigError: A size is not a number or too small, or there is no data to count it in.
@@ -205,28 +205,25 @@ def find_sizes(
     """
     if skew is not None and not (is_number(skew) and 0 <= skew <= 3):
         raise ConfigError(f"--skew must be a number from 0 to 3, got {skew}")
-    law = TYPICAL_SKEW if skew is None else skew
     options = {"entities": entities, "relations": relations, "triples": triples}
     given: dict[str, Any] = {
         name: _counts_of_types(str(x)) if name == "entities" and "=" in str(x) else count(name, x)
         for name, x in options.items()
         if x is not None
     }
-    if len(given) == len(options):
-        return Sizes.of_counts(**given, skew=law)
-    path, flags = config.data.path, "--entities, --relations and --triples"
-    if path == EMBEDDED and entities is not None:
-        raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
+    flags = "--entities, --relations and --triples"
+    if given:
+        if len(given) < len(options):
+            raise ConfigError(f"give all of {flags}, or none to count them in data.path")
+        return Sizes.of_counts(**given, skew=TYPICAL_SKEW if skew is None else skew)
+    path = config.data.path
     if not is_named(path) and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
     with tempfile.TemporaryDirectory() as folder:
         found = Sizes.of_store(open_store(config, Path(folder)))
-    if skew is None and entities is None:
-        return replace(found, **given)
-    given.setdefault("entities", found.types)
-    given.setdefault("relations", found.relations)
-    given.setdefault("triples", found.triples)
-    return Sizes.of_counts(**given, skew=law)
+    if skew is None:
+        return found
+    return Sizes.of_counts(found.types, found.relations, found.triples, skew)
 
 
 def count(name: str, value: int | str) -> int:

@@ -11,9 +11,9 @@ shows what a step's time consists of, and compares layouts, on the busiest rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
@@ -52,6 +52,11 @@ RESOURCES = {
 }
 
 
+def all_reduced(size: float, count: int) -> float:
+    """Return what a rank of a ring sends."""
+    return 2 * (count - 1) / count * size
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of a planned run."""
@@ -61,52 +66,50 @@ class Step:
     @cached_property
     def sent(self) -> dict[str, tuple[float, float]]:
         """The bytes that a rank sends, within its host and to other hosts, by kind: the mean."""
-        plan, cluster, dim = self.plan, self.plan.cluster, self.plan.dim
-        ranks, others, numbers = (
-            cluster.world_size,
-            cluster.world_size - 1,
-            plan.costs.dense_numbers,
-        )
         sent: dict[str, tuple[float, float]] = {}
-
-        def send(kind: str, size: float, far: float) -> None:
-            """Add bytes, of which a share goes to other hosts."""
+        for kind, size, far in [*self._sent_of_entities(), *self._sent_of_dense()]:
             within, between = sent.get(kind, (0.0, 0.0))
             sent[kind] = within + (1 - far) * size, between + far * size
+        return sent
 
-        def all_reduced(size: float, count: int = ranks) -> float:
-            return 2 * (count - 1) / count * size
-
+    def _sent_of_entities(self) -> Iterator[tuple[str, float, float]]:
+        """Yield kind, bytes, and the share of them that goes to other hosts."""
+        plan, cluster, dim = self.plan, self.plan.cluster, self.plan.dim
+        ranks, others = cluster.world_size, cluster.world_size - 1
         ring = float(cluster.hosts > 1)  # to the next rank, which may be on another host
-        splits, gathers = plan.dense_splits, 0
-        if plan.dense_is_sharded:  # once against all entities, else per micro-batch
-            per_batch = 2 if plan.config.dense.options.sharding == "full" else 1
-            gathers = 1 if plan.is_full else per_batch * plan.micro_batches
-        part = (splits - 1) * 4 * numbers / splits  # of a gather or a scatter
-        spans = float(cluster.per_host % splits > 0)
-        if plan.is_full:  # gradients are summed whole
-            send("rows", 8 * 3 * plan.queries * others, ring)
-            for kind in ("rows", "gradients"):
-                send(kind, all_reduced(4 * (plan.fetched + plan.sizes.num_features) * dim), ring)
-            send("dense", gathers * part, spans)
-            send("dense", all_reduced(4 * numbers), ring)
-            return sent
-        if plan.layout == "data_parallel":
-            send("gradients", all_reduced(4 * plan.sizes.rows * dim), ring)
+        if plan.is_full:
+            yield "rows", 8 * 3 * plan.queries * others, ring
+            summed = 4 * (plan.fetched + plan.sizes.num_features) * dim
+            yield "rows", all_reduced(summed, ranks), ring
+            yield "gradients", all_reduced(summed, ranks), ring
+        elif plan.layout == "data_parallel":
+            yield "gradients", all_reduced(4 * plan.sizes.rows * dim, ranks), ring
         else:
             far = (ranks - cluster.per_host) / max(1, others)  # equally many bytes to each rank
             remote = others / ranks * plan.wanted
             ids = remote * (dim // plan.columns)  # to all shards of the row
             counts = _COUNTS if plan.config.entities.engine == "torchrec" else _DIRECT_COUNTS
-            send("ids", 8 * (ids + counts * plan.micro_batches * others), far)
+            yield "ids", 8 * (ids + counts * plan.micro_batches * others), far
+            dtype = plan.config.entities.exchange.dtype
             for kind in ("rows", "gradients"):
-                dtype = plan.config.entities.exchange.dtype
-                send(kind, float(travel_bytes(dtype, ids, remote * dim)), far)
-        if gathers:  # gradients travel at the last micro-batch
-            send("dense", (gathers + 1) * part, spans)
-        copies = ranks // splits
-        send("dense", all_reduced(4 * numbers / splits, copies), float(copies > 1 < cluster.hosts))
-        return sent
+                yield kind, float(travel_bytes(dtype, ids, remote * dim)), far
+
+    def _sent_of_dense(self) -> Iterator[tuple[str, float, float]]:
+        """Yield the same of gathered parameters and summed gradients."""
+        plan, cluster, numbers = self.plan, self.plan.cluster, self.plan.costs.dense_numbers
+        splits = plan.dense_splits
+        copies = cluster.world_size // splits
+        if plan.dense_is_sharded:
+            per_batch = 2 if plan.config.dense.options.sharding == "full" else 1
+            # Against all entities once. Else scattered gradients travel at the last micro-batch.
+            times = 1 if plan.is_full else per_batch * plan.micro_batches + 1
+            part = (splits - 1) * 4 * numbers / splits  # of a gather or a scatter
+            yield "dense", times * part, float(cluster.per_host % splits > 0)
+        if plan.is_full:  # gradients are summed whole
+            yield "dense", all_reduced(4 * numbers, cluster.world_size), float(cluster.hosts > 1)
+        else:
+            far = float(copies > 1 < cluster.hosts)
+            yield "dense", all_reduced(4 * numbers / splits, copies), far
 
     @property
     def load(self) -> float:
@@ -221,22 +224,3 @@ class Step:
     def epoch_seconds(self) -> float:
         """Estimated seconds per epoch, without evaluation."""
         return self.seconds * self.plan.steps_per_epoch
-
-    @property
-    def disk(self) -> dict[str, Any] | None:
-        """What a table on disk takes there, and what an epoch reads; None of one in memory."""
-        parts = self.plan.parts
-        if parts is None:
-            return None
-        held = self.plan.memory["weights"] + self.plan.memory["optimizer state"]
-        size = round((held.main + held.device) / parts.places)
-        return {
-            "parts": parts.parts,
-            "buffer": parts.places,
-            "part_bytes": size,
-            "table_bytes": size * parts.parts,
-            "exchanges": parts.exchanges,
-            "epoch_bytes": size * parts.exchanges,
-            # of a disk that training does not wait for, which reads and writes at the same time
-            "bytes_per_second": size * parts.exchanges / self.epoch_seconds,
-        }

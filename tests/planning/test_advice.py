@@ -25,7 +25,7 @@ def advised(plan: Plan, words: str) -> Advice:
 
 
 def on(plan: Plan, count: int, hosts: int) -> Plan:
-    return plan.changed({}, cluster=Cluster(plan.cluster.device, count, hosts))
+    return plan.changed({"cluster": Cluster(plan.cluster.device, count, hosts)})
 
 
 def placed(plan: Plan, where: str, **options) -> Plan:
@@ -36,7 +36,7 @@ def placed(plan: Plan, where: str, **options) -> Plan:
 
 def test_the_smallest_number_of_devices():
     plan = freebase("1xH200", model__dim=400)
-    assert advised(plan, "the smallest number").change.startswith("3 x H200-141GB on one host")
+    assert advised(plan, " x H200").change == "3 x H200-141GB on one host,"
     assert on(plan, 3, 1).fits and not on(plan, 2, 1).fits
     fitting = [item.fits for item in advise(plan)]
     assert fitting == sorted(fitting, reverse=True)
@@ -44,20 +44,12 @@ def test_the_smallest_number_of_devices():
 
 def test_hosts_help_cpus():
     plan = plan_of("2xCPU", 10**9, model__dim=32, train__optimizer="adam")
-    words = advised(plan, "the smallest number").change
+    words = advised(plan, " x CPU").change
     hosts = int(re.search(r"on (\d+) hosts", words)[1])
     assert on(plan, 2 * hosts, hosts).fits and not on(plan, 2 * hosts - 2, hosts - 1).fits
 
 
-def test_devices_that_the_replicas_do_not_divide_are_passed_over():
-    keys = {"dense__wrapper": "hybrid", "dense__options__replicas": 2}
-    words = advised(freebase("2xH100", model__dim=400, **keys), "the smallest number").change
-    assert int(words.split()[0]) % 2 == 0
-
-
-@pytest.mark.parametrize(
-    ("dim", "ratio", "too_large"), [(128, 0.5, None), (400, 0.2, 0.5), (1024, 0.05, 0.1)]
-)
+@pytest.mark.parametrize(("dim", "ratio", "too_large"), [(128, 0.5, None), (1024, 0.05, 0.1)])
 def test_the_first_cache_that_fits_is_advised(dim, ratio, too_large):
     plan = plan_of("1xA100-40GB", 10**8, model__dim=dim, train__optimizer="sgd")
     assert advised(plan, f"{CACHED}, {OPTIONS}.cache_ratio {ratio}").fits
@@ -80,7 +72,7 @@ def test_a_cache_is_not_advised_where_it_does_not_go():
 
 def test_the_memory_of_gpus_is_advised_where_main_memory_is_too_small():
     plan = freebase("4xH200", model__dim=400, train__optimizer="sgd", **cached(0.1))
-    plan = plan.changed({}, cluster=clustered("4xH200", host_gib=100))
+    plan = plan.changed({"cluster": clustered("4xH200", host_gib=100)})
     assert plan.worst.place == "main memory of a host"
     assert advised(plan, "entities.placement memory").fits
 

@@ -58,8 +58,10 @@ def test_peak_of_a_step_matches_hand_computation():
     assert 4 * scores < results.peak_bytes < 8 * scores
 
 
-@pytest.mark.parametrize("loss", ["softmax", "bce"])
-@pytest.mark.parametrize("scorer", ["pairre", "rotate", "transe_l1", "transe_l2"])
+@pytest.mark.parametrize(
+    ("scorer", "loss"),
+    [("pairre", "softmax"), ("rotate", "bce"), ("transe_l1", "softmax"), ("transe_l2", "bce")],
+)
 def test_a_cpu_allocates_what_is_counted(scorer, loss):
     """The kernels of distances and losses are counted as they run, not as torch would."""
     keys = {"train__batch_size": 64, "negatives__count": 256, "model__dim": 16}
@@ -83,12 +85,25 @@ def test_every_scorer_can_be_counted(scorer):
     pytest.fail(f"{scorer} was never counted")
 
 
-@pytest.mark.parametrize(("scorer", "chunk_size"), [("transe_l2", 16), ("complex", 0)])
-def test_large_batches_are_extended_from_smaller_ones(monkeypatch, scorer, chunk_size):
-    keys = {"model__scorer": scorer, "negatives__chunk_size": chunk_size, "train__batch_size": 512}
-    whole = cost(**keys)
-    monkeypatch.setattr(module, "_LARGEST", 64)
-    extended = cost(**keys)
+@pytest.mark.parametrize(
+    ("devices", "scorer", "chunk_size", "sizes"),
+    [
+        ("1xH100", "transe_l2", 16, {"_LARGEST": 64}),
+        ("1xH100", "complex", 0, {"_LARGEST": 64}),
+        ("1xCPU", "house", 0, {"_SMALL": 16}),  # in pieces: a small batch shows that
+    ],
+)
+def test_large_batches_are_extended_from_smaller_ones(
+    monkeypatch, devices, scorer, chunk_size, sizes
+):
+    keys = {"model__scorer": scorer, "negatives__chunk_size": chunk_size}
+    keys |= {"train__batch_size": 128 if scorer == "house" else 512, "model__reciprocal": False}
+    results = []
+    for values in ({"_SMALL": 1024}, sizes):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+        results.append(cost(devices, **keys))
+    whole, extended = results
     for name in vars(whole):
         assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.02), name
 

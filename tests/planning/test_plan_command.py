@@ -30,7 +30,7 @@ run = partial(run_verb, "plan")
           "8 x H100-80GB on 2 hosts: row_wise, fused"]),
         (["--devices", "1xH200", *ADAM, "--negatives.count=512"], DOES_NOT_FIT,
          ["memory of a GPU: 386.", "% left free): ", "GiB too much", "What would make it fit:",
-          "+ 3 x H200-141GB on one host, the smallest number, fits: ",
+          "+ 3 x H200-141GB on one host, fits: ",
           "- train.optimizer rowwise_adam is not enough"]),
         (["--devices", "1xH200", *HAND, "--model.dim=102"], 0, ["1,000,000 entities x 102"]),
         (["--devices", "1xH200", *HAND, "--model.dim=2052"], 0, ["1,000,000 entities x 2052"]),
@@ -76,12 +76,10 @@ def test_plan_prints_json(capsys):
 def test_sizes_that_are_left_out_come_from_the_data(tmp_path, capsys):
     store = tiny_store(tmp_path / "store")
     arguments = ["--devices", "2xCPU", "--data.path", str(store.path), "--format", "json"]
-    for more, entities in (([], store.num_entities), (["--entities", "1M"], 10**6)):
-        assert run([*arguments, *more]) == 0
-        content = json.loads(capsys.readouterr().out)
-        assert content["entities"] == entities
-        assert content["relations"] == store.num_relations
-        assert content["triples"] == len(store.train)
+    assert run(arguments) == 0
+    content = json.loads(capsys.readouterr().out)
+    counts = (store.num_entities, store.num_relations, len(store.train))
+    assert tuple(content[x] for x in ("entities", "relations", "triples")) == counts
 
 
 SIZES = {"entities": "86M", "relations": "14,824", "triples": 338_586_276}
@@ -98,10 +96,7 @@ REJECTED = [
     ("8xH100", {"hosts": 3}, "8 devices cannot be spread evenly over 3 hosts"),
     ("8xH100", {"hosts": 1.5}, "--hosts must be a whole number, got 1.5"),
     ("8xH100", {"host_memory": -5}, "--host-memory must be a number above 0, got -5"),
-    ("8xH100", {"within_host": 0}, "--within-host must be a number above 0, got 0"),
     ("8xH100", {"between_hosts": "fast"}, "--between-hosts must be a number above 0, got fast"),
-    ("8xH100", {"reserve": 1.0}, "--reserve must be in"),
-    ("8xH100", {"reserve": "half"}, "--reserve must be in"),
     ("8xH100", {"skew": -1}, "--skew must be a number from 0 to 3, got -1"),
     ("8xH100", {"skew": "steep"}, "--skew must be a number from 0 to 3, got steep"),
     ("8xH100", {"entities": 0}, "entities must be at least 1"),
@@ -132,21 +127,11 @@ def test_impossible_plans_are_rejected(devices, options, words):
 def test_the_verb_checks_its_options_in_the_same_way():
     for option, value, words in (
         ("host-memory", "-5", "--host-memory must be a number above 0"),
-        ("within-host", "0", "--within-host must be"),
         ("entities", "0", "entities must be at least 1"),
         ("model.dimm", "3", "did you mean model.dim"),
     ):
         with pytest.raises(ConfigError, match=words):
             run(["--devices", "8xH100", *FREEBASE, f"--{option}", value])
-
-
-def test_help_and_usage(capsys):
-    with pytest.raises(SystemExit):
-        run(["--help"])
-    assert "--devices" in capsys.readouterr().out
-    assert run([]) == 2
-    with pytest.raises(SystemExit):
-        run(["default"])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@ import time
 
 import pytest
 from planned_runs import cached, clustered, freebase, plan_of, seconds, stored
-from training_runs import config_of, fit, tiny_store
-from worlds import run_world
+from training_runs import config_of, tiny_store
 
 from kge_torchrec import train
 from kge_torchrec.distributed.processes import ALONE
 from kge_torchrec.embeddings.torchrec.planner import GIB, SHARDINGS
 from kge_torchrec.planning import step
-from kge_torchrec.planning.plan import CPU_PROCESS, Plan
-from kge_torchrec.planning.report import all_layouts, notes, percentages, report, side_by_side
+from kge_torchrec.planning.plan import CPU_FREED, CPU_PROCESS, Plan
+from kge_torchrec.planning.report import all_layouts, percentages, report, side_by_side
 from kge_torchrec.training.assembly import build_batches
 
 ALL = {"negatives__regime": "1vsall", "loss__name": "bce", "train__batch_size": 64,
@@ -27,7 +26,7 @@ OFFLOAD = {**FSDP, "dense__options__cpu_offload": True}
 RESCAL = 4 * 7 * 2 * 64 * 64  # bytes of the matrices of 7 relations and their inverses
 FREEBASE = {"entities": 86_000_000, "relations": 14_824, "triples": 338_586_276}
 BIG = {**FREEBASE, "model__dim": 400, "train__optimizer": "adam"}
-FILES = 10**6 * 4  # an id of each triple
+PROCESS = CPU_PROCESS + CPU_FREED  # of a table that is not tiny
 
 
 @pytest.mark.parametrize(
@@ -57,9 +56,10 @@ FILES = 10**6 * 4  # an id of each triple
         ("3xH200", {**BIG, "train__batches": "device"}, "triples", 12 * 338_586_276,
          12 * 338_586_276),
         ("1xCPU", {"entities": 10**6, "negatives__sampling": "degree"}, "process", 0,
-         CPU_PROCESS + 8 * 10**6),
+         PROCESS + 8 * 10**6),
         ("1xCPU", {"entities": 10**6, "negatives__sampling": "degree",
-                   "negatives__regime": "kvssample"}, "process", 0, CPU_PROCESS + 8 * 10**6),
+                   "negatives__regime": "kvssample"}, "process", 0,
+         PROCESS + 8 * 10**6),
     ],
 )  # fmt: skip
 def test_bytes_of_a_part(devices, keys, part, device, main):
@@ -73,14 +73,6 @@ def test_a_run_needs_little_more_than_its_table_and_triples():
     assert plan.fits and known < plan.total.device < 1.02 * known
 
 
-def test_freebase_at_400_wants_eight_h100s():
-    small, plan = freebase("1xH200", model__dim=400), freebase("8xH100", model__dim=400, hosts=2)
-    worst = small.worst
-    assert worst.place == "memory of a GPU"
-    assert worst.over == small.total.device - int(small.cluster.device.memory * 0.95)
-    assert plan.fits and plan.rows == 10_750_000
-
-
 def test_a_billion_rows_over_64_devices_in_seconds():
     started = time.perf_counter()
     keys = {"model__dim": 128, "train__optimizer": "adam"}
@@ -89,14 +81,13 @@ def test_a_billion_rows_over_64_devices_in_seconds():
     assert time.perf_counter() - started < 10
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", "sgd"])
 @pytest.mark.parametrize(
     ("layout", "rows", "columns"),
     [("row_wise", 251, 64), ("column_wise", 1001, 16), ("table_wise", 1001, 64),
      ("data_parallel", 1001, 64)],
 )  # fmt: skip
-def test_a_rank_holds_its_part_of_every_layout(layout, rows, columns, optimizer):
-    plan = plan_of("4xH100", 1001, model__dim=64, train__optimizer=optimizer, layout=layout)
+def test_a_rank_holds_its_part_of_every_layout(layout, rows, columns):
+    plan = plan_of("4xH100", 1001, model__dim=64, train__optimizer="adam", layout=layout)
     assert (plan.rows, plan.columns) == (rows, columns)
     assert plan.memory["weights"].device == 4 * rows * columns
     assert all(x > 0 for x in seconds(plan).values())
@@ -109,17 +100,11 @@ def test_columns_are_split_over_no_more_than_all_ranks():
 
 def test_layouts_side_by_side_are_sorted_and_include_what_does_not_fit():
     plans = all_layouts(freebase("8xH100", model__dim=400))
-    fitting = [plan.fits for plan in plans]
-    assert fitting == sorted(fitting, reverse=True)
-    times = [step.Step(plan).seconds for plan in plans if plan.fits]
-    assert times == sorted(times)
-    assert {plan.layout for plan in plans} == {*SHARDINGS} and len(plans) == 4
-    text = side_by_side(plans)
-    assert text.splitlines()[-1].startswith("Training takes row_wise: ")
+    order = [(not plan.fits, step.Step(plan).seconds) for plan in plans]
+    assert order == sorted(order) and {plan.layout for plan in plans} == {*SHARDINGS}
+    assert side_by_side(plans).splitlines()[-1].startswith("Training takes row_wise: ")
     with_cache = all_layouts(plan_of("2xH100", **cached(0.1)))
-    assert [plan.layout for plan in with_cache if next(iter(plan.forms)).cache_ratio] == [
-        plan.layout for plan in with_cache
-    ]
+    assert all(next(iter(plan.forms)).cache_ratio for plan in with_cache)
     assert {plan.layout for plan in with_cache} == {*SHARDINGS[:3]}
     for keys in (ALL, {"entities__placement": "disk"}):
         assert [plan.layout for plan in all_layouts(plan_of("4xH100", **keys))] == ["row_wise"]
@@ -132,8 +117,14 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
     assert host.need == 2 * (plan.total.main - plan.memory["triples"].main)
     tight = freebase("4xH100", model__dim=400, **cached(0.1))
     assert tight.fits
-    tight = tight.changed({}, cluster=clustered("4xH100", host_gib=300))
+    tight = tight.changed({"cluster": clustered("4xH100", host_gib=300)})
     assert tight.worst.place == "main memory of a host" and not tight.fits
+
+
+def test_a_tiny_run_needs_its_process():
+    """The C library keeps no more blocks free than a run has had."""
+    tiny = plan_of("1xCPU", train__batch_size=32, negatives__count=6, model__dim=8)
+    assert CPU_PROCESS < tiny.total.main < CPU_PROCESS + (2 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -188,22 +179,11 @@ def test_mapped_files_are_counted(data_store, devices, keys, triples, sides):
     assert planned.memory["triples"].main == pytest.approx(size, abs=16)
 
 
-def said(plan: Plan, words: str) -> list[str]:
-    return [note for note in notes(plan) if words in note]
-
-
-def test_a_plan_says_how_many_answers_a_query_may_bring():
-    keys = {"negatives__regime": "kvssample", "model__dim": 64}
-    for most, words in ((5000, "up to 5,000 (negatives.max_answers), of 256 bytes per row"),
-                        (0, "any number, of 256 bytes per row")):  # fmt: skip
-        assert said(plan_of("1xCPU", negatives__max_answers=most, **keys), words)
-
-
 def test_a_plan_says_how_much_memory_a_checkpoint_takes():
-    (note,) = said(freebase("2xCPU", model__dim=64), "a checkpoint takes up to")
-    assert f"{3 * 4 * 64 * 86_000_000 / 2**30:.1f} GiB" in note
+    size = f"up to {3 * 4 * 64 * 86_000_000 / 2**30:.2f} GiB of a host's memory"
+    assert size in report(freebase("2xCPU", model__dim=64))
     for keys in ({"checkpoint__options": {"background": False}}, {"entities__placement": "disk"}):
-        assert not said(freebase("2xCPU", model__dim=64, **keys), "a checkpoint takes")
+        assert "of a host's memory" not in report(freebase("2xCPU", model__dim=64, **keys))
 
 
 def test_a_checkpoint_has_the_planned_size_on_disk(tmp_path):
@@ -261,21 +241,17 @@ def test_a_plan_names_what_decides_its_speed(devices, hosts, keys, bound, word):
     assert "  at the same time: " in text and "  links are assumed to have " in text
 
 
-def test_shares_of_a_step_add_up_to_a_hundred_percent():
+def test_shares_of_a_step_add_up_to_a_hundred_percent_and_epochs_to_all():
     """On a GPU some parts hide behind others; their shares were once counted too."""
-    for devices, keys in (("1xH200", {}), ("4xCPU", {"model__dim": 8}), ("8xH100", {})):
-        plan = freebase(devices, **{"model__dim": 100, **keys})
-        lines = [line for line in report(plan).splitlines() if line.endswith("%")]
+    for devices, keys in (("1xH200", {}), ("4xCPU", {"model__dim": 8})):
+        plan = freebase(devices, train__epochs=30, **{"model__dim": 100, **keys})
+        text, made = report(plan), step.Step(plan)
+        lines = [line for line in text.splitlines() if line.endswith("%")]
         assert sum(int(line.split()[-1][:-1]) for line in lines) == 100
+        assert ", all 30 " in text
+        steps = plan.sizes.triples / plan.batch_size
+        assert made.epoch_seconds == pytest.approx(made.seconds * steps)
     assert percentages({"a": 1, "b": 1, "c": 1}) == {"a": 34, "b": 33, "c": 33}
-
-
-def test_a_plan_gives_the_time_of_all_epochs():
-    plan = freebase("1xH200", model__dim=100, train__epochs=30)
-    assert ", all 30 " in report(plan)
-    steps = plan.sizes.triples / plan.batch_size
-    made = step.Step(plan)
-    assert made.epoch_seconds == pytest.approx(made.seconds * steps)
 
 
 def test_a_cuda_graph_starts_few_operations_and_keeps_its_memory():
@@ -295,19 +271,6 @@ def test_a_cuda_graph_starts_few_operations_and_keeps_its_memory():
     assert seconds(graph) == seconds(plain) and graph.memory == plain.memory
 
 
-def rows_held(config) -> tuple[int, int]:
-    shard = fit(config).backend.shard()
-    return shard.first_row, shard.rows.shape[0]
-
-
-def test_ranks_hold_the_rows_that_are_planned(tmp_path):
-    config = config_of(tiny_store(tmp_path / "store").path, tmp_path / "run", train__epochs=1)
-    rows = stored(config, "4xCPU").rows
-    held = run_world(4, rows_held, config)
-    assert [rows_of_rank for _, rows_of_rank in held[:3]] == [rows] * 3
-    assert held[3][1] <= rows
-
-
 def test_queries_and_epochs_against_all():
     def against_all(regime="1vsall", **keys) -> Plan:
         return plan_of("2xH100", **{**ALL, "negatives__regime": regime, **keys})
@@ -319,7 +282,6 @@ def test_queries_and_epochs_against_all():
     assert against_all().steps_per_epoch == 5000 / 64
     assert against_all("kvsall").steps_per_epoch == 2 * 5000 / 64
     assert against_all("allvsall").steps_per_epoch == 2 * 1000 * 7 / 64
-    assert said(against_all("kvsall"), "at most 10,000 queries")
     queries = against_all(loss__regularizers={"l2": 0.1}).fetched
     assert against_all(loss__regularizers={"dura": 0.1}).fetched == 2 * queries
     assert against_all(loss__relation_weight=0.1).fetched == 2 * queries

@@ -29,7 +29,7 @@ def zipf(entities: int, skew: float) -> Sizes:
     return Sizes.of_counts(entities, 1, 1, skew)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     count=st.integers(2, 30_000),
     exponent=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 2.0)),
@@ -44,12 +44,6 @@ def test_zipf_is_the_sum_over_all_entities(count, exponent, positives, negatives
     assert sizes.distinct(positives, negatives) == pytest.approx(exact, rel=2e-3)
 
 
-def test_a_billion_entities_are_a_few_thousand_groups():
-    sizes = zipf(10**9, 0.7)
-    assert len(sizes.chance) < 10_000
-    assert sizes.distinct(1000, 0) == pytest.approx(2000, rel=0.01)
-
-
 def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
     stream = np.random.default_rng(0)
     unit = stream.random((triples, 2))
@@ -60,7 +54,7 @@ def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("batch", "skewed", "power"),
-    [(64, False, None), (64, True, None), (128, True, 0.75), (256, False, 0.75)],
+    [(64, True, None), (256, False, 0.75)],
 )
 def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     entities, negatives = 2000, 300
