@@ -297,7 +297,7 @@ values = [after - before => values = [before - after
 t = difference / (deviation / math.sqrt(len(common))) => t = difference / deviation
 api.train(replace(own, seed=seed, run=run), callbacks) => api.train(replace(own, run=run), callbacks)
 [tuning/space.py: tuning/test_space.py]
-and parameter.contains(known[parameter.key]) => and True
+if other in later: => if False:
 [trained_run.py: answers/test_calibration.py -k another_step]
 saved.is_of(self._step, self._store.fingerprint) => True
 [export/write.py: export/test_export.py -k any_number]

@@ -83,6 +83,8 @@ def tune(
 def _print_best(study: Study, best: dict) -> int:
     print(f"best of {best['trials']} trials: trial {best['number']}, "
           f"valid {best['metric']} {best['value']:.4f}")  # fmt: skip
+    if not best["values"]:
+        print("  the config itself")
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
     print(f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")

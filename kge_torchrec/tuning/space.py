@@ -62,12 +62,6 @@ class Parameter:
     def holds(self, values: Mapping[str, Any]) -> bool:
         return all(values.get(key) in allowed for key, allowed in self.when.items())
 
-    def contains(self, value: Any) -> bool:
-        if self.kind == "categorical":
-            return value in self.options["choices"]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and self.options["low"] <= value <= self.options["high"]
-
 
 def parameters_of(
     values: Any, where: str = "search space", lines: Mapping[str, int] = MappingProxyType({})
@@ -141,18 +135,6 @@ def suggested(space: Sequence[Parameter], config: Config, trial: Trial) -> dict[
             value = suggest(parameter.name, **parameter.options)
             known[parameter.key] = chosen[parameter.key] = value
     return chosen
-
-
-def own_values(space: Sequence[Parameter], config: Config) -> dict[str, Any]:
-    """Return the config's own values that lie in the space, by Optuna's names."""
-    known = all_values(config)
-    return {
-        parameter.name: known[parameter.key]
-        for parameter in space
-        if parameter.holds(known)
-        and known.get(parameter.key) is not None
-        and parameter.contains(known[parameter.key])
-    }
 
 
 # The most entities for which a study can afford to score all of them per query: an epoch of kvsall

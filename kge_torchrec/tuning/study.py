@@ -50,7 +50,7 @@ try:
     from optuna.trial import FrozenTrial, Trial, TrialState
     from sqlalchemy.exc import SQLAlchemyError
 
-    from kge_torchrec.tuning.space import default_search, own_values, parameters_of, suggested
+    from kge_torchrec.tuning.space import default_search, parameters_of, suggested
 except ModuleNotFoundError:
     raise ConfigError("tune needs Optuna: pip install -e '.[tune]'") from None
 
@@ -172,12 +172,8 @@ def make_study(
             study_name=name,
             direction="minimize" if base.evaluation.metric == "mr" else "maximize",
         )
-    for setting in first:
+    for setting in first or ["the config"]:
         made.enqueue_trial({}, user_attrs={"from": setting})
-    # A value of the config outside the space is left to the sampler.
-    values = own_values(parameters_of(ranges), base)
-    if values and not first:
-        made.enqueue_trial(values, user_attrs={"from": "the config"})
     # The file is written last, since it marks a study.
     files.write_json(path / "study.json", {"name": name, "trials": trials, "storage": storage})
     return Study(path)
@@ -239,8 +235,8 @@ class Study:
     def _objective(self, own: dict[str, Any], trial: Trial) -> float:
         """Train a trial; return its best result on valid, or NaN, which fails it, at an error."""
         name, began = trial.user_attrs.get("from"), time.perf_counter()
-        if name in PORTFOLIO:
-            values = values_of(name)
+        if name is not None:
+            values = values_of(name) if name in PORTFOLIO else {}
         else:
             # Seeded by trial: with one seed, two processes would draw the same values.
             trial.study.sampler = optuna.samplers.TPESampler(

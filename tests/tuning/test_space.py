@@ -11,7 +11,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.config.yaml_file import read_yaml
-from kge_torchrec.tuning.space import default_space, own_values, parameters_of, suggested
+from kge_torchrec.tuning.space import default_space, parameters_of, suggested
 from kge_torchrec.tuning.trials import with_values
 
 TEXT = """
@@ -48,13 +48,6 @@ def test_space_reads_conditions_ranges_and_types():
     other = config_from_dict({**BASE, "negatives.regime": "1vsall", "train.optimizer": "sgd"})
     fewer = {k: v for k, v in space.items() if k != "train.optimizer"}
     assert all({"negatives.count", "train.lr"}.isdisjoint(v) for v in drawn(fewer, other, 9))
-
-
-def test_config_values_inside_the_space_are_tried():
-    space = parameters_of(yaml.safe_load(TEXT))
-    own = own_values(space, config_from_dict({**BASE, "train.lr": 5.0, "negatives.count": 16}))
-    expected = {"loss.name": "softmax", "train.optimizer": "adagrad", "negatives.count": 16}
-    assert own == {**expected, "model.options.p": 0}
 
 
 def test_options_of_another_part_are_left_out():
