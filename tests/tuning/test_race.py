@@ -50,7 +50,7 @@ EPOCHS = 4
 def short(most: int = 4):
     """A context in which rules take few epochs, and racers train for at least one each."""
     few = patch.object(sizing, "_epochs", lambda config, graph: EPOCHS)
-    with few, patch.object(race, "FIELDS", {"base": (most, 2.0)}):
+    with few, patch.object(race, "FIELDS", {"base": (most, 1.5)}):
         yield
 
 
