@@ -8,6 +8,7 @@ from typing import Annotated
 
 from kge_torchrec.commands import ConfigName, Settings
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.entities import check_variants
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.environment import loading_torch
 
@@ -40,6 +41,7 @@ def compare(
         raise ConfigError("compare starts its own processes; call it without torchrun")
     if not repeats and steps != 100:
         raise ConfigError("--steps: --repeats 0 measures no speed; leave one of the two out")
+    check_variants(engines)
     for setting in settings:
         key = setting.lstrip("-").partition("=")[0]
         if key in ("entities.engine", "entities.preset"):

@@ -124,16 +124,6 @@ def test_impossible_plans_are_rejected(devices, options, words):
         kge_torchrec.plan({"model.dim": 100, **keys}, devices=devices, **{**SIZES, **others})
 
 
-def test_the_verb_checks_its_options_in_the_same_way():
-    for option, value, words in (
-        ("host-memory", "-5", "--host-memory must be a number above 0"),
-        ("entities", "0", "entities must be at least 1"),
-        ("model.dimm", "3", "did you mean model.dim"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            run(["--devices", "8xH100", *FREEBASE, f"--{option}", value])
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [("86_000_000", 86 * 10**6), ("86M", 86 * 10**6), ("1.5k", 1500), ("2B", 2 * 10**9)],

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count, pairwise
+from operator import attrgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -118,8 +119,7 @@ def test_best_setting_continues_as_if_it_had_never_raced(tmp_path, whole):
     chosen = RunFolder(whole.path).load_config()
     assert chosen.decided_by is not None and chosen.model.dim == 8
     for key, value in values_of(winner).items():
-        section, name = key.split(".")
-        assert getattr(getattr(chosen, section), name) == value
+        assert attrgetter(key)(chosen) == value
     lines = RunFolder(whole.path).load_metrics()
     epochs = [line["epoch"] for line in lines if line["kind"] == "epoch"]
     assert epochs == list(range(1, chosen.train.epochs + 1))
