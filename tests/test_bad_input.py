@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -123,9 +122,6 @@ FILES = {
     "space_word.yaml": b"train.lr: fast\n",
     "space_open.yaml": b"train.lr: [0.01\n",
     "space_range.yaml": b"train.lr: {low: 1, high: 0.1}\n",
-    # Vectors and others
-    "vectors.npy": b"",
-    "vectors.txt": b"e1 0.1 0.2\ne2 0.3\n",
 }
 
 
@@ -140,8 +136,6 @@ def _tables(folder: Path) -> None:
     pq.write_table(
         pa.table({"label": ["e1", "e2"], "vector": [[0.1, 0.2], [0.1]]}), folder / "ragged.parquet"
     )
-    np.save(folder / "short.npy", np.zeros((3, 8), np.float32))
-    np.save(folder / "flat.npy", np.zeros(37 * 8, np.float32))
     for name, splits in {
         "splits": {"train": "good.tsv", "valid": "one.tsv", "test": "one.tsv"},
         "no_train": {"valid": "good.tsv", "test": "good.tsv"},

@@ -18,6 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -46,8 +48,9 @@ def make_graphs(folder: Path) -> Path:
     extend_store(
         store, {"train": [("new", "r0", "e1"), ("e2", "other", "new")]}, folder / "extended"
     )
-    np.save(folder / "vectors.npy", np.random.default_rng(0).normal(size=(20, 8)))
-    (folder / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(20)))
+    vectors = [*np.random.default_rng(0).normal(size=(20, 8))]
+    table = pa.table({"label": [f"e{i}" for i in range(20)], "vector": vectors})
+    pq.write_table(table, folder / "vectors.parquet")
     lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
     (folder / "single.tsv").write_text("".join(lines))
     weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
@@ -281,9 +284,9 @@ CASES = [
     case("model.normalization", "none", "unit", "table"),
     case("model.biases", False, True, "start_of_table", "start_of_scorer", "table"),
     *(case(f"model.dropout.{key}", 0.0, 0.5, "table", "scorer") for key in ("entity", "relation")),
-    case("model.init_from", "{graphs}/vectors.npy", None, "table"),
+    case("model.init_from", "{graphs}/vectors.parquet", None, "table"),
     case("model.init_options.frozen", False, True, "table",
-         model__init_from="{graphs}/vectors.npy"),
+         model__init_from="{graphs}/vectors.parquet"),
     case("model.dropout.input", 0.0, 0.5, "table", "scorer"),
     case("model.dropout.hidden", 0.0, 0.5, "table", "scorer"),
     case("model.options.p", 0, 1, "table", model__scorer="keci", model__dim=12),

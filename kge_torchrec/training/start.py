@@ -25,17 +25,11 @@ from torch import Tensor
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.vectors import (
-    Vectors,
-    check_finite,
-    nothing_in_common,
-    numbers_of,
-    open_vectors,
-)
+from kge_torchrec.data.vectors import Vectors, nothing_in_common
 from kge_torchrec.distributed.dense import FrozenDense
 from kge_torchrec.distributed.processes import OtherRankFailed, Rows, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
-from kge_torchrec.errors import DataError, StoreError
+from kge_torchrec.errors import StoreError
 from kge_torchrec.lines import say
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
@@ -260,7 +254,7 @@ def _start_from(session: Session, path: str) -> None:
         else:
             relations = "; relations are drawn, since that run has a different scorer"
     else:
-        vectors = on_all_ranks(ranks, lambda: open_vectors(folder.path))
+        vectors = on_all_ranks(ranks, lambda: Vectors(folder.path))
         numbers = on_all_ranks(ranks, lambda: _of_file(session, vectors))
         width, pieces_of = vectors.width, partial(_pieces, vectors)
     on_first_rank(ranks, lambda: _check_width(session.scorer, folder, width))
@@ -294,7 +288,7 @@ def _check_width(scorer: Scorer, folder: RunFolder, width: int) -> None:
 def _of_file(session: Session, vectors: Vectors) -> RowMap:
     store = session.store
     entities = np.full(store.num_rows, -1)
-    entities[: store.num_entities] = numbers_of(vectors, store.entities.array)
+    entities[: store.num_entities] = vectors.numbers_of(store.entities.array)
     return RowMap(session.config.model, entities, np.full(store.num_relations, -1), 0)
 
 
@@ -303,13 +297,9 @@ def _pieces(vectors: Vectors, _: str, wanted: np.ndarray) -> Pieces:
     first = 0
     for rows in vectors.rows():
         low, high = np.searchsorted(wanted, [first, first + len(rows)])
-        check_finite(vectors, first, rows, wanted[low:high] - first)
+        vectors.check_finite(first, rows, wanted[low:high] - first)
         yield first, torch.from_numpy(np.array(rows))
         first += len(rows)
-    if first != len(vectors.labels):
-        raise DataError(
-            f"{vectors.source} has {first:,} vectors for {len(vectors.labels):,} labels"
-        )
 
 
 def _check_labels(folder: RunFolder, old: TripleStore, new: TripleStore, numbers: RowMap) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import oracle_full_candidates
 import oracle_training
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from disk_runs import DISK
@@ -71,7 +73,11 @@ OF_FEATURES = {
         "features": {"optimizer": "sgd", "lr": 0.5},
     },
 }
-FROZEN = {**ANY, "model__init_from": "{here}/given.npy", "model__init_options": {"frozen": True}}
+FROZEN = {
+    **ANY,
+    "model__init_from": "{here}/given.parquet",
+    "model__init_options": {"frozen": True},
+}
 GIVEN = ["place:0", "place:1", "place:2", "user:3", "place:new"]  # one of them has no triple
 TWICE = {**DISK, "train__epochs": 2}
 
@@ -245,8 +251,8 @@ def store_of(graph: str) -> Path:
         return typed_store(folder / "store", random)
     if graph == "features":
         (folder / "features.tsv").write_text(features())
-        np.save(folder / "given.npy", random.standard_normal((len(GIVEN), 8)).astype(np.float32))
-        (folder / "given.txt").write_text("\n".join(GIVEN))
+        given = [*random.standard_normal((len(GIVEN), 8)).astype(np.float32)]
+        pq.write_table(pa.table({"label": GIVEN, "vector": given}), folder / "given.parquet")
         return typed_store(folder / "store", random, folder / "features.tsv")
     relation = random.integers(5, size=100)  # every relation has entities of its own
     ends = (6 * relation + random.integers(11, size=(2, 100))) % 31

@@ -277,7 +277,7 @@ def test_runs_with_features_are_initial_vectors(tmp_path):
     old, trained_rows = TripleStore.open(the_store()), rank_starts(config)
     with open_run(run) as opened:
         summed = opened.model.entities.copy()
-        exported = opened.export(tmp_path / "export")
+        exported = opened.export(tmp_path / "export", "parquet")
     plain = prepare(visits(1), tmp_path / "plain", {"types": "prefix"}, log_notes=False)
     (tmp_path / "f.tsv").write_text(lines() + "item:1\tnew\t1\nuser:1\ttag\t1\n")
     other = prepare(
