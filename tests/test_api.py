@@ -182,7 +182,6 @@ def test_notes_of_training_take_one_line_each(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert said == [line.partition(" note: ")[2] for line in lines if " note: " in line]
     expected = [
-        "too few triples for figures to mean much: valid has 2, test has 5",
         "test: 1 entities never occur in train, such as 'new'",
         "train-test: 1 triples occur in both; those of test are ranked all the same",
         "2 of 2 valid triples (100.0%) and 3 of 5 test triples (60.0%) follow from train",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from kge_torchrec.commands import Settings, Table, Threads
+from kge_torchrec.commands import Settings, Table
 from kge_torchrec.config.parser import data_config
 
 
@@ -17,7 +17,6 @@ def prepare(
     settings: Settings = (),
     seed: int = 0,
     memory: Annotated[float | None, "GIB"] = None,
-    threads: Threads = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> int:
@@ -36,7 +35,6 @@ def prepare(
         overwrite: replace an existing store
         progress: show no progress bar
     """
-    _limit_threads(threads)
     from kge_torchrec.data.prepare import prepare as write_store
     from kge_torchrec.data.report import notes
 
@@ -62,7 +60,6 @@ def data(
     *,
     settings: Settings = (),
     seed: int = 0,
-    threads: Threads = None,
     format: Table = "table",
 ) -> int:
     """Check a graph for leaks, repeats and unseen entities.
@@ -74,24 +71,9 @@ def data(
         check: what to do
         data: a store, or a source of triples like in prepare
     """
-    _limit_threads(threads)
     from kge_torchrec.reports.data_check import check_data, text
 
     source = data[0] if len(data) == 1 else data
     results = check_data(source, data_config(settings), seed=seed)
     print(json.dumps(results) if format == "json" else text(results))
     return 0
-
-
-def _limit_threads(threads: int | None) -> None:
-    """Limit the threads of this process that read files; None: leave them."""
-    if threads is None:
-        return
-    import pyarrow
-
-    from kge_torchrec.data import streams
-    from kge_torchrec.environment import cores
-
-    threads = min(threads, cores())  # each thread takes memory in Arrow's joins
-    pyarrow.set_cpu_count(threads)
-    streams.WORKERS = min(streams.WORKERS, threads)

@@ -119,7 +119,7 @@ class DataConfig(Section, prefix="data."):
     """Lines at the start of text files that are left out."""
     bad_lines: Literal["error", "skip"] = reading_key("error")
     """Rows with another number of columns, an empty label or a wrong weight: error; skip leaves
-    them out, counts them and shows the first three."""
+    them out, counts them and shows three."""
     where: str = reading_key("")
     """Condition on columns for the rows that are read, such as rating >= 4 and kind in ['buy',
     'view']; empty: all rows."""

@@ -81,8 +81,8 @@ class ModelConfig(Section, prefix="model."):
     options: dict[str, Any] = key(dict, resume=fixed(), part=Part("scorer", "scorer"))
     """Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them."""
     init_from: str | None = key(None, resume=INITIAL)
-    """Initial vectors by label: the folder of a run, an export to Parquet, or a Parquet file of labels
-    and lists of numbers."""
+    """Initial vectors by label: the folder of a run, an export to Parquet, or a Parquet file of
+    labels and lists of numbers."""
     init_options: Vectors = key(Vectors)
 
     def __post_init__(self) -> None:

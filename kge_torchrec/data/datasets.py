@@ -59,36 +59,35 @@ def open_dataset(source: str, columns: Columns) -> Tables:
         files = embedded_files().items()
         return [(split, open_delimited(path, Columns(), DataConfig())) for split, path in files]
     scheme, _, name = source.partition(":")
-    package, load = _LOADERS[scheme]
-    try:
-        library = importlib.import_module(package)
-    except ImportError as error:
-        raise DataError(
-            f"{source}: this takes the package {package.split('.')[0]}, which cannot be imported "
-            f"({error}); install it (pip install -e '.[{scheme}]')"
-        ) from None
-    with _telling(source, package):
-        tables = load(library, source, name, columns)
+    with _telling(source):
+        module, load = _LOADERS[scheme]
+        tables = load(importlib.import_module(module), source, name, columns)
     return [
-        (split, table._replace(blocks=_guarded(source, package, table.blocks)))
-        for split, table in tables
+        (split, table._replace(blocks=_guarded(source, table.blocks))) for split, table in tables
     ]
 
 
-def _guarded(source: str, package: str, blocks: Iterator[Block]) -> Iterator[Block]:
-    with _telling(source, package):
+def _guarded(source: str, blocks: Iterator[Block]) -> Iterator[Block]:
+    with _telling(source):
         yield from blocks
 
 
 @contextmanager
-def _telling(source: str, package: str) -> Iterator[None]:
+def _telling(source: str) -> Iterator[None]:
     """Turn any error of a library, from no network to an unknown name, into a DataError."""
+    scheme = source.partition(":")[0]
+    package = _LOADERS[scheme][0].split(".")[0]
     try:
         yield
     except (DataError, GeneratorExit):
         raise
+    except ImportError as error:
+        raise DataError(
+            f"{source}: this takes the package {package}, which cannot be imported "
+            f"({error}); install it (pip install -e '.[{scheme}]')"
+        ) from None
     except Exception as error:
-        raise DataError(f"{source}: {package.split('.')[0]} cannot load it: {error!r}") from error
+        raise DataError(f"{source}: {package} cannot load it: {error!r}") from error
 
 
 def _pykeen(library: Any, source: str, name: str, columns: Columns) -> Tables:

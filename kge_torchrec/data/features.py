@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kge_torchrec.data import WEIGHT
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.attributes import Attributes
 from kge_torchrec.errors import DataError
@@ -94,7 +95,7 @@ def features_from(
     A feature that an entity has twice counts once, with the sum of its weights.
 
     Args:
-        rows: See `readers.lists.read_features`.
+        rows: See `readers.lists.read_pairs`.
         file: Their file, for messages.
         entities: Labels (N,), those of the file among them.
         in_graph: (N,) bool, which entities the graph has without the file.
@@ -114,5 +115,6 @@ def features_from(
     if known is not None:
         known = known.kept(~np.isin(known.entities, places))
     features = rows["feature"].cast(pa.large_string()).combine_chunks()
-    weights = rows["weight"].to_numpy()
+    has_weights = WEIGHT in rows.column_names
+    weights = rows[WEIGHT].to_numpy() if has_weights else np.ones(len(rows), np.float32)
     return Attributes.of_pairs(places, features, len(entities), weights, known)

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 
 from kge_torchrec.data.sort import CHUNK
-from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
 
@@ -82,15 +81,17 @@ class AppendedLabels:
     """Labels that are appended to two open files, and read as one mapped array."""
 
     def __init__(self, starts: IO[bytes], text: IO[bytes]):
-        self._starts, self._text, self._end = starts, text, 0
+        self._starts, self._text, self._end, self._count = starts, text, 0, 0
         starts.write(np.zeros(1, np.int64).data)
 
-    def add(self, labels: pa.Array) -> None:
-        """Append labels (N,)."""
+    def add(self, labels: pa.Array) -> int:
+        """Append labels (N,); return how many there were before."""
         starts, text = text_of(labels)
         self._starts.write((starts[1:] + self._end).data)
         self._text.write(text.data)
         self._end += int(starts[-1])
+        self._count += len(labels)
+        return self._count - len(labels)
 
     def read(self) -> pa.Array:
         """Return all labels; the files may be closed then."""
@@ -98,9 +99,9 @@ class AppendedLabels:
 
 
 def mapped(file: IO[bytes], dtype: DTypeLike) -> np.ndarray:
-    """Return what was written to a file, as a mapped array; an empty file cannot be mapped."""
+    """Return what was written to a file, mapped and writable; an empty file cannot be mapped."""
     file.flush()
-    return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
+    return np.memmap(file, dtype, "r+") if file.tell() else np.empty(0, dtype)
 
 
 def taken(labels: pa.Array, order: np.ndarray, folder: Path) -> pa.Array:
@@ -110,36 +111,3 @@ def taken(labels: pa.Array, order: np.ndarray, folder: Path) -> pa.Array:
         for start in range(0, len(order), CHUNK):
             own.add(labels.take(pa.array(order[start : start + CHUNK])))
         return own.read()
-
-
-# Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return
-# inside a label are escaped, so that a line is always a label.
-ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
-
-
-def read_label_file(file: Path, count: int) -> pa.Array:
-    """Return the labels (count,) of a file, in memory, without a Python object for each.
-
-    Args:
-        file: One label per line. The last newline may be missing, and lines may end as Windows
-            ends them, since other programs write such files too.
-        count: The expected number of lines.
-
-    Raises:
-        DataError: The file is not such a text, or has another number of lines.
-    """
-    try:
-        text = pa.array([file.read_bytes()], pa.large_binary()).cast(pa.large_string())
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{file} is not valid UTF-8 ({error}); save it as UTF-8") from error
-    labels = pc.split_pattern_regex(text, "\r?\n").flatten()
-    if labels[-1].as_py() == "":
-        labels = labels[:-1]
-    if len(labels) != count:
-        raise DataError(
-            f"{file} should hold {count:,} lines, one label each, and has {len(labels):,}"
-        )
-    # No label has a NUL byte.
-    for written, plain in (("\\\\", "\0"), ("\\n", "\n"), ("\\r", "\r"), ("\0", "\\")):
-        labels = pc.replace_substring(labels, written, plain)
-    return labels

@@ -1,14 +1,10 @@
 """Give labels ids, and turn triples of labels into triples of ids, on disk.
 
-1. Each batch is dictionary-encoded alone.  Its triples are written as codes, and its labels to a
-   file per bucket.  A label's bucket is the first bits of its hash.
-2. Each bucket is numbered alone.  Its ids follow those of the bucket before.
-3. Codes become ids.
-
-Entities are in the order of their hashes, relations in alphabetical order.  So ids depend on the
-set of labels only, and the ids of frequent entities are spread evenly over all ids.
-
-Memory holds a few batches, the labels of one bucket, and all relations.
+Each batch is dictionary-encoded alone: its triples are written as codes, and its labels in buckets,
+by the first bits of their hashes.  Then each bucket is numbered alone, and codes become ids.
+Entities are in the order of their hashes, relations in alphabetical order: ids depend on the set of
+labels only, and frequent entities are spread evenly over all ids.  Memory holds a few batches, the
+labels of one bucket, and all relations.
 
 Shapes: N labels, T triples, M labels of a batch, B buckets.
 """
@@ -19,7 +15,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -27,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import RELATION, TIME, WEIGHT
+from kge_torchrec.data import HEAD, RELATION, TAIL, TIME, WEIGHT
 from kge_torchrec.data.labels import AppendedLabels, mapped, text_of
-from kge_torchrec.data.sort import new_array
+from kge_torchrec.data.sort import scratch_array
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
@@ -38,14 +33,15 @@ BUCKETS = 64  # a power of two
 NO_LABELS = pa.array([], pa.large_string())
 
 
-class Numbered(NamedTuple):
-    """Labels in order of id, and arrays by split; all but the relations are mapped files."""
+class Rows(NamedTuple):
+    """The triples of a split; the arrays are mapped files."""
 
-    entities: pa.Array
-    relations: pa.Array
-    triples: dict[str, np.ndarray]  # (T, 3) int32
-    weights: dict[str, np.ndarray]  # (T,) float32, of the splits that have some
-    times: dict[str, np.ndarray]  # (T,) int64, float64 or datetime64, likewise
+    triples: np.ndarray  # (T, 3) int32
+    weights: np.ndarray | None = None  # (T,) float32
+    times: np.ndarray | None = None  # (T,) float64 or datetime64
+
+
+NO_ROWS = Rows(np.empty((0, 3), np.int32))
 
 
 def number(
@@ -53,54 +49,65 @@ def number(
     folder: Path,
     known: tuple[pa.Array, pa.Array] = (NO_LABELS, NO_LABELS),
     others: Callable[[], pa.Array] | None = None,
-) -> Numbered:
-    """Number the labels of batches, and write their triples.
+) -> tuple[pa.Array, pa.Array, dict[str, Rows]]:
+    """Return the labels of batches in order of id (entities, mapped; relations); rows by split.
 
     Args:
         batches: Split, and a batch of the large_string columns head, relation, tail, and of weight
-            (float32) and time where there are some.
+            (float32) and time (float64, or microseconds) where there are some.
         folder: The folder for files.
         known: Labels of entities and of relations that have the first ids, in this order.
         others: Returns, once the batches are read, distinct labels of entities that may be in no
             triple.
 
     Raises:
-        DataError: Only some triples of a split have weights, or times are of several kinds.
+        DataError: Only some triples of a split have weights, or times are numbers and dates.
     """
     known_entities, relations = known
-    parts: list[tuple[str, int, np.ndarray]] = []  # of each batch: split, rows, labels by bucket
-    kinds: dict[tuple[str, str], list[tuple[pa.DataType, int]]] = defaultdict(list)
+    parts: list[tuple[str, int]] = []  # split and rows of each batch
+    bounds: list[np.ndarray] = []  # where its labels of each bucket start among all, (B + 1,)
+    dtypes: dict[tuple[str, str], set[np.dtype]] = defaultdict(set)  # of weights and times
     with ExitStack() as stack:
 
         def scratch() -> IO[bytes]:
             return stack.enter_context(tempfile.TemporaryFile(dir=folder))
 
-        buckets = [AppendedLabels(scratch(), scratch()) for _ in range(BUCKETS)]
+        labels = AppendedLabels(scratch(), scratch())
         columns: dict[tuple[str, str], IO[bytes]] = defaultdict(scratch)
         filled = (item for item in batches if item[1].num_rows)
         for split, codes, names, entities, others_of in map_prefetched(_encoded, filled):
-            relations, number_of = _encode_behind(relations, names)
+            relations, (number_of,) = _encode_behind(relations, [names])
             codes[:, RELATION] = number_of[codes[:, RELATION]]
             columns[split, "codes"].write(codes.data)
             for name, values in others_of.items():
-                columns[split, name].write(_plain(values).view(np.uint8).data)
-                kinds[split, name].append((values.type, len(values)))
-            parts.append((split, len(codes), entities.append_to(buckets)))
+                columns[split, name].write(values.view(np.uint8).data)
+                dtypes[split, name].add(values.dtype)
+            parts.append((split, len(codes)))
+            bounds.append(labels.add(entities.labels) + entities.bounds)
         if others is not None:
-            _by_bucket(others()).append_to(buckets)
-        ids, labels = scratch(), AppendedLabels(scratch(), scratch())
-        starts = _number_buckets(buckets, known_entities, ids, labels)
+            last = _by_bucket(others())
+            bounds.append(labels.add(last.labels) + last.bounds)
+        distinct = AppendedLabels(scratch(), scratch())
+        ids = _number_buckets(labels.read(), bounds, known_entities, distinct, folder)
         order = _alphabetical(relations, len(known[1]))
-        own_ids = mapped(ids, np.int32), starts
-        triples = _triples(parts, columns, own_ids, inverse(order), folder)
-        weights: dict[str, np.ndarray] = {}
-        times: dict[str, np.ndarray] = {}
-        for (split, name), own in kinds.items():
-            if sum(count for _, count in own) < len(triples[split]):
+        relation_ids, splits = inverse(order), {}
+        for split in dict.fromkeys(split for split, _ in parts):
+            splits[split] = Rows(mapped(columns[split, "codes"], np.int32).reshape(-1, 3))
+        done = dict.fromkeys(splits, 0)
+        for (split, rows), own in zip(parts, bounds, strict=False):
+            here, ends = splits[split].triples[done[split] :][:rows], ids[own[0] : own[-1]]
+            here[:, [HEAD, TAIL]] = ends[here[:, [HEAD, TAIL]]]
+            here[:, RELATION] = relation_ids[here[:, RELATION]]
+            done[split] += rows
+        for (split, name), (dtype, *more) in dtypes.items():
+            if more:
+                raise DataError(f"{split}: some of its times are numbers and others dates")
+            values = mapped(columns[split, name], dtype)
+            if len(values) < len(splits[split].triples):
                 raise DataError(f"{split}: some of its triples have a {name} and others have none")
-            target = weights if name == WEIGHT else times
-            target[split] = _column(columns[split, name], own, folder / f"{split}-{name}.npy")
-        return Numbered(labels.read(), relations.take(pa.array(order)), triples, weights, times)
+            field = "weights" if name == WEIGHT else "times"
+            splits[split] = splits[split]._replace(**{field: values})
+        return distinct.read(), relations.take(pa.array(order)), splits
 
 
 class _ByBucket(NamedTuple):
@@ -109,12 +116,6 @@ class _ByBucket(NamedTuple):
     labels: pa.Array
     bounds: np.ndarray
     order: np.ndarray  # (M,) their places before
-
-    def append_to(self, buckets: list[AppendedLabels]) -> np.ndarray:
-        """Append the labels to their buckets; return the sizes (B,)."""
-        for bucket, (low, high) in zip(buckets, pairwise(self.bounds.tolist()), strict=True):
-            bucket.add(self.labels[low:high])
-        return np.diff(self.bounds)
 
 
 def hashes(labels: pa.Array) -> np.ndarray:
@@ -145,7 +146,7 @@ def _by_bucket(labels: pa.Array) -> _ByBucket:
 
 def _encoded(
     item: tuple[str, pa.RecordBatch],
-) -> tuple[str, np.ndarray, pa.Array, _ByBucket, dict[str, pa.Array]]:
+) -> tuple[str, np.ndarray, pa.Array, _ByBucket, dict[str, np.ndarray]]:
     """Return split, codes (T, 3), labels of relations and of entities, and other columns."""
     split, batch = item
     ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
@@ -156,92 +157,42 @@ def _encoded(
     codes[:, 0] = code[ends.chunk(0).indices]
     codes[:, 1] = relations.indices
     codes[:, 2] = code[ends.chunk(1).indices]
-    others = {name: batch[name] for name in (WEIGHT, TIME) if name in batch.schema.names}
+    others = {
+        name: batch[name].to_numpy(zero_copy_only=False)
+        for name in (WEIGHT, TIME)
+        if name in batch.schema.names
+    }
     return split, codes, relations.dictionary, entities, others
 
 
 def _number_buckets(
-    buckets: list[AppendedLabels], known: pa.Array, ids: IO[bytes], entities: AppendedLabels
-) -> np.ndarray:
-    """Write the id of each label of the buckets (with repeats), and the distinct labels.
-
-    Labels that are ``known`` have the first ids.  ``ids`` takes int32, and ``entities`` the labels
-    in order of id.  Returns where the ids of each bucket start, (B,).
-    """
-    first, done, starts = len(known), 0, []
-    entities.add(known)
-    old = _by_bucket(known)
-    for bucket, (low, high) in zip(buckets, pairwise(old.bounds.tolist()), strict=True):
-        labels = bucket.read()
-        distinct, codes = _encode_behind(old.labels[low:high], labels)
-        new = distinct[high - low :]
-        order = _by_hash(new)
-        entities.add(new.take(pa.array(order)))
-        id_of = np.concatenate([old.order[low:high], first + inverse(order)]).astype(np.int32)
-        ids.write(id_of[codes].data)
-        starts.append(done)
-        first, done = first + len(new), done + len(labels)
-    return np.array(starts)
-
-
-def _triples(
-    parts: list[tuple[str, int, np.ndarray]],
-    columns: dict[tuple[str, str], IO[bytes]],
-    entities: tuple[np.ndarray, np.ndarray],
-    relations: np.ndarray,
+    labels: pa.Array,
+    bounds: list[np.ndarray],
+    known: pa.Array,
+    distinct: AppendedLabels,
     folder: Path,
-) -> dict[str, np.ndarray]:
-    """Write the triples of each split as ids.
+) -> np.ndarray:
+    """Return the id of each label (M,) of all batches; append the distinct labels in order of id.
 
-    ``parts`` and ``columns`` are those of `number`; ``entities`` are ids of the labels of all
-    buckets, and where each bucket starts (B,); ``relations`` has the id of each code.
+    Labels that are ``known`` have the first ids.
     """
-    totals: dict[str, int] = defaultdict(int)
-    for split, rows, _ in parts:
-        totals[split] += rows
-    triples = {s: new_array(folder / f"{s}.npy", np.int32, (n, 3)) for s, n in totals.items()}
-    codes = {split: mapped(columns[split, "codes"], np.int32).reshape(-1, 3) for split in totals}
-    done = dict.fromkeys(totals, 0)
-    ids, starts = entities
-    for split, rows, sizes in parts:
-        ends = starts + sizes
-        own = np.concatenate([ids[low:high] for low, high in zip(starts, ends, strict=True)])
-        starts = ends
-        here = slice(done[split], done[split] + rows)
-        for column in (0, 2):
-            triples[split][here, column] = own[codes[split][here, column]]
-        triples[split][here, 1] = relations[codes[split][here, 1]]
-        done[split] = here.stop
-    return triples
-
-
-def _column(file: IO[bytes], parts: list[tuple[pa.DataType, int]], path: Path) -> np.ndarray:
-    """Write a column (T,) of weights or times from the values of all batches.
-
-    ``parts`` are the type and the number of the values of each batch.
-    """
-    try:
-        schemas = [pa.schema([("x", kind)]) for kind in dict.fromkeys(kind for kind, _ in parts)]
-        joined = pa.unify_schemas(schemas, promote_options="permissive").field("x").type
-    except pa.ArrowException as error:
-        kinds = " and ".join(sorted({str(kind) for kind, _ in parts}))
-        raise DataError(
-            f"times are {kinds}: write them alike, all as numbers or all as dates, with a time "
-            "zone or without"
-        ) from error
-    dtype = _plain(pa.array([], joined)).dtype
-    column, done = new_array(path, dtype, (sum(count for _, count in parts),)), 0
-    values = mapped(file, np.uint8)
-    for kind, count in parts:
-        width = kind.bit_width // 8
-        own = pa.Array.from_buffers(kind, count, [None, pa.py_buffer(values[: count * width])])
-        column[done : done + count] = _plain(own.cast(joined))
-        values, done = values[count * width :], done + count
-    return column
-
-
-def _plain(values: pa.Array) -> np.ndarray:
-    return np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
+    first, old = len(known), _by_bucket(known)
+    distinct.add(known)
+    ids = scratch_array(folder, np.int32, (len(labels),))
+    for bucket in range(BUCKETS):
+        low, high = old.bounds[bucket : bucket + 2].tolist()
+        here = [slice(*own[bucket : bucket + 2].tolist()) for own in bounds]
+        if low == high and all(own.start == own.stop for own in here):
+            continue
+        both, codes = _encode_behind(old.labels[low:high], [labels[own] for own in here])
+        new = both[high - low :]
+        order = _by_hash(new)
+        distinct.add(new.take(pa.array(order)))
+        id_of = np.concatenate([old.order[low:high], first + inverse(order)]).astype(np.int32)
+        for own, part in zip(here, codes, strict=True):
+            ids[own] = id_of[part]
+        first += len(new)
+    return ids
 
 
 def inverse(order: np.ndarray) -> np.ndarray:
@@ -266,10 +217,10 @@ def _by_hash(labels: pa.Array) -> np.ndarray:
     return order
 
 
-def _encode_behind(first: pa.Array, labels: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Return distinct labels, the first ones in their order; and the codes of others (M,)."""
-    encoded = pa.chunked_array([first, labels], pa.large_string()).dictionary_encode()
-    if not encoded.chunks:
-        return first, np.empty(0, np.int32)
-    codes = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
-    return encoded.chunk(0).dictionary, codes[len(first) :]
+def _encode_behind(first: pa.Array, others: list[pa.Array]) -> tuple[pa.Array, list[np.ndarray]]:
+    """Return distinct labels, the first ones in their order, and the codes of all others."""
+    encoded = pa.chunked_array([first, *others], pa.large_string()).dictionary_encode()
+    codes = [np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in encoded.chunks)]
+    ends = np.cumsum([len(first), *map(len, others)])
+    labels = encoded.chunk(0).dictionary if encoded.chunks else first
+    return labels, np.split(np.concatenate(codes), ends)[1:-1]

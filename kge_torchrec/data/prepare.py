@@ -24,9 +24,9 @@ from kge_torchrec.config.parser import data_config
 from kge_torchrec.data import FEATURES, HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import features_from
 from kge_torchrec.data.labels import taken
-from kge_torchrec.data.numbering import NO_LABELS, Numbered, inverse, number
+from kge_torchrec.data.numbering import NO_LABELS, NO_ROWS, Rows, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
-from kge_torchrec.data.readers.lists import read_features
+from kge_torchrec.data.readers.lists import read_pairs
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.reading import Source, open_sources
 from kge_torchrec.data.report import notes as data_notes
@@ -75,12 +75,12 @@ def prepare(
 
     Args:
         sources: A directory with train, valid and test files, a file, or a list of files (see
-            `find_sources`); a data set by name, such as "pykeen:fb15k237" or "countries" (see
-            `datasets`); or splits in memory, "train", "valid" and "test", or "whole", which is
-            split.  In memory, triples are a list of (head, relation, tail) strings, an array of
-            strings (T, 3), or a pyarrow table or data frame of such columns.  All but arrays may
-            have the triple's weight as a fourth column, and its time as the last.
-        output: The store's directory, replaced if it is a store and ``overwrite`` is set.
+            `find_sources`); a data set by name (see `datasets`); or splits in memory, "train",
+            "valid" and "test", or "whole", which is split.  In memory, triples are a list of (head,
+            relation, tail) strings, an array of strings (T, 3), or a pyarrow table or data frame of
+            such columns.  All but arrays may have the triple's weight as a fourth column, and its
+            time as the last.
+        output: The store's directory.
         data: Keys of the section ``data`` of a config, such as {"split.by": "last"}; nested values
             work as well.  Options that do not act on these sources are ignored.
         seed: Seed of the split.
@@ -103,9 +103,9 @@ def prepare(
     source = open_sources(sources, data, split.times, progress)
     if source.is_described and data.types is not None:
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
-    if data.split != SplitOptions() and WHOLE not in source.names:
+    if data.split != SplitOptions() and WHOLE not in source.splits:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types = None if data.types is None else TypeSource(data.types, labels=source.labels)
+    types = None if data.types is None else TypeSource(data.types, source)
     store = _write(source, types, split, data, Path(output), memory=memory, overwrite=overwrite)
     for note in data_notes(store) if log_notes else ():
         log.warning(note)
@@ -129,13 +129,8 @@ def extend_store(
     well.  The report's ``extends`` has the counts of ``base``, at which the new part begins:
     ``entities``, ``relations``, ``triples`` (train), ``valid`` and ``features``.
 
-    Args:
-        base: The store that is extended.
-        new: As ``sources`` of `prepare`.
-        output: As for `prepare`.
-        data: As for `prepare`; ``split`` and ``types`` do not act.  Entities that ``features`` does
-            not have keep their features.
-        progress: As for `prepare`.
+    ``new``, ``output`` and ``data`` are as for `prepare`, but ``split`` and ``types`` do not act,
+    and entities that ``features`` does not have keep their features.
 
     Raises:
         DataError, StoreError: As `prepare`, and where nothing is new.
@@ -144,7 +139,7 @@ def extend_store(
     source = open_sources(new, data, False, progress)
     types = None
     if base.report.get("types"):
-        types = TypeSource(base.report["types"]["source"], base, source.is_described)
+        types = TypeSource(base.report["types"]["source"], source, base)
     if source.is_described and not base.size.typed:
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
@@ -187,7 +182,7 @@ def _write(
     def entities_of_features() -> pa.Array:
         """Read the file of features; what its ids mean is known once the triples are read."""
         nonlocal listed
-        listed = read_features(file, source.entities, source.labels, source.notes)
+        listed = read_pairs(file, "feature", source.entities, source.labels, source.notes)
         return pc.unique(listed["entity"]).cast(pa.large_string())
 
     with new_store(output, overwrite) as folder:
@@ -196,18 +191,15 @@ def _write(
         # Read and number.
         known = (NO_LABELS,) * 2 if base is None else (base.entities.array, base.relations.array)
         others = None if data.features is None else entities_of_features
-        graph = number(batches, work, known, others)
+        entities, relations, splits = number(batches, work, known, others)
         notes = source.report()
-        is_whole = base is None and WHOLE in graph.triples
-        if not graph.triples or (base is None and not {"train", WHOLE} & graph.triples.keys()):
-            literals = sum(notes["literals"].values())
-            raise DataError(
-                f"no training triples: {literals:,} have a literal as object; take them with "
-                "data.literals keep"
-                if literals
-                else "no training triples; check the train file or data.split.ratio"
-            )
-        if data.weights == "loss" and not {"train", WHOLE} & graph.weights.keys():
+        first = splits.get("train", splits.get(WHOLE))
+        if not splits or (base is None and first is None):
+            remedy = "check the train file or data.split.ratio"
+            if literals := sum(notes["literals"].values()):
+                remedy = f"{literals:,} have a literal as object; take them with data.literals keep"
+            raise DataError(f"no training triples: {remedy}")
+        if data.weights == "loss" and (first is None or first.weights is None):
             raise DataError(
                 "the training triples have no weights: give each a fourth column, a positive number"
             )
@@ -216,32 +208,25 @@ def _write(
         if base is not None:
             notes["extends"] = asdict(base.size)
             old = {split: len(base.split(split)) for split in SPLITS}
-            graph = _behind(base, graph, work)
-        sizes = len(graph.entities), len(graph.relations)
-        graph, notes["duplicates"] = _without_repeats(graph, sizes, most, work, old)
-        if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
+            splits = {split: _behind(base, split, splits, work) for split in SPLITS}
+        sizes = len(entities), len(relations)
+        is_whole = WHOLE in splits
+        splits, notes["duplicates"] = _without_repeats(splits, sizes, most, work, old)
+        if base is not None and old == {name: len(x.triples) for name, x in splits.items()}:
             raise DataError(f"none of the triples is new: {base.path} has them all")
         # Find types, and order typed entities by them.
         if types is None and source.typed:
-            types = TypeSource(PREFIX, is_described=source.is_described)
-        order = None if types is None else types.find(graph.entities, graph.relations)
+            types = TypeSource(PREFIX, source)
+        order = None if types is None else types.find(entities, relations)
         if order is not None:
-            _renumber(graph.triples, inverse(order))
-            graph = graph._replace(entities=taken(graph.entities, order, work))
-        # Split.
-        split_of = None
-        if is_whole:
-            times = graph.times.get(WHOLE)
-            split_of = split.apply(graph.triples[WHOLE], times, sizes, most, work)
-            notes["split"] = split.report(times, split_of)
-        _save_splits(graph, split_of, folder)
-        entities, relations = graph.entities, graph.relations
-        del graph  # its files are removed when nothing maps them
+            _renumber(splits, inverse(order))
+            entities = taken(entities, order, work)
+        notes["split"] = _save(splits, split, sizes, most, work, folder)
+        del splits, first  # their files are removed when nothing maps them
         shutil.rmtree(work)
         triples, _ = map_triples(folder)
-        unseen = unseen_relations(relations, triples)
-        if unseen and not data.allow_unseen_relations:
-            raise _unseen_error(unseen)
+        if not data.allow_unseen_relations:
+            _refuse(unseen_relations(relations, triples))
         # Types and features.
         table = None
         if types is not None:
@@ -266,85 +251,102 @@ def _write(
     return TripleStore.open(output)
 
 
-def _behind(base: TripleStore, graph: Numbered, work: Path) -> Numbered:
-    """Return triples and weights of every split: those of ``base``, then the new ones.
+def _behind(base: TripleStore, split: str, splits: Mapping[str, Rows], work: Path) -> Rows:
+    """Return the rows of a split of ``base``, then the new ones.
 
     New triples without a split are training triples.  Where either has weights, triples without one
     weigh 1.
     """
-    triples, weights = {}, {}
-    for split in SPLITS:
-        new = WHOLE if split == "train" and WHOLE in graph.triples else split
-        before, after = base.split(split), graph.triples.get(new, np.empty((0, 3), np.int32))
-        triples[split] = _concatenated(before, after, work / f"joined-{split}.npy")
-        own = base.weights(split), graph.weights.get(new)
-        if own[0] is not None or own[1] is not None:
-            first, second = (
-                np.ones(len(rows), np.float32) if weight is None else weight
-                for rows, weight in zip((before, after), own, strict=True)
-            )
-            weights[split] = _concatenated(first, second, work / f"joined-{split}-weight.npy")
-    return graph._replace(triples=triples, weights=weights, times={})
+    new = splits.get(WHOLE if split == "train" and WHOLE in splits else split, NO_ROWS)
+    both = base.split(split), new.triples
+    triples = _joined(*both, work / f"{split}-joined")
+    own = base.weights(split), new.weights
+    if own[0] is None and own[1] is None:
+        return Rows(triples)
+    before, after = (
+        np.ones(len(rows), np.float32) if weight is None else weight
+        for rows, weight in zip(both, own, strict=True)
+    )
+    return Rows(triples, _joined(before, after, work / f"{split}-weights-joined"))
 
 
-def _concatenated(before: np.ndarray, after: np.ndarray, path: Path) -> np.ndarray:
-    shape = len(before) + len(after), *before.shape[1:]
-    joined = new_array(path, before.dtype, shape)
+def _joined(before: np.ndarray, after: np.ndarray, path: Path) -> np.ndarray:
+    joined = new_array(path, before.dtype, (len(before) + len(after), *before.shape[1:]))
     joined[: len(before)] = before
     joined[len(before) :] = after
     return joined
 
 
 def _without_repeats(
-    graph: Numbered, sizes: tuple[int, int], most: int, work: Path, old: Mapping[str, int]
-) -> tuple[Numbered, dict[str, int]]:
-    """Return the graph with each triple of a split once, and the number of repeats by split.
+    splits: Mapping[str, Rows],
+    sizes: tuple[int, int],
+    most: int,
+    work: Path,
+    old: Mapping[str, int],
+) -> tuple[dict[str, Rows], dict[str, int]]:
+    """Return each triple of a split once, and the number of repeats by split.
 
     ``old`` says how many triples at the beginning of each split keep their weights.
     """
-    kept = graph._replace(triples={}, weights={}, times={})
-    duplicates = {}
-    for split, rows in graph.triples.items():
-        own = graph.weights.get(split), graph.times.get(split)
-        is_repeat = drop_repeats(rows, sizes, most, work, *own, old=old.get(split, 0))
-        for kind, array in (("triples", rows), ("weights", own[0]), ("times", own[1])):
-            if array is not None:
-                path = work / f"kept-{split}-{kind}.npy"
-                getattr(kept, kind)[split] = copy_rows(array, path, is_repeat, False)
-        duplicates[split] = len(rows) - len(kept.triples[split])
-    if WHOLE not in duplicates:
-        duplicates = {split: duplicates.get(split, 0) for split in SPLITS}
-    return kept, duplicates
+    folder, kept = work / "kept", {}
+    folder.mkdir()
+    repeats = dict.fromkeys(() if WHOLE in splits else SPLITS, 0)
+    for name, rows in splits.items():
+        is_repeat = drop_repeats(rows.triples, sizes, most, work, *rows[1:], old=old.get(name, 0))
+        kept[name] = _kept(rows, is_repeat, False, folder, name)
+        repeats[name] = len(rows.triples) - len(kept[name].triples)
+    return kept, repeats
 
 
-def _renumber(triples: Mapping[str, np.ndarray], ids: np.ndarray) -> None:
+def _renumber(splits: Mapping[str, Rows], ids: np.ndarray) -> None:
     """Change the entities of triples, in place, to their new ids (N,)."""
-    for rows in triples.values():
-        for part in chunks(rows):
-            for column in (HEAD, TAIL):
-                part[:, column] = ids[part[:, column]]
+    for rows in splits.values():
+        for part in chunks(rows.triples):
+            part[:, [HEAD, TAIL]] = ids[part[:, [HEAD, TAIL]]]
 
 
-def _save_splits(graph: Numbered, split_of: np.ndarray | None, folder: Path) -> None:
-    """Write triples and weights of each split, by ``split_of`` (T,) those of ``WHOLE``."""
-    for place, split in enumerate(SPLITS):
-        source = split if split_of is None else WHOLE
-        rows = graph.triples.get(source, np.empty((0, 3), np.int32))
-        of = np.full(len(rows), place, np.int8) if split_of is None else split_of
-        copy_rows(rows, folder / f"{split}.npy", of, place)
-        if source in graph.weights:
-            copy_rows(graph.weights[source], folder / weights_name(split), of, place)
+def _save(
+    splits: Mapping[str, Rows],
+    split: Split,
+    sizes: tuple[int, int],
+    most: int,
+    work: Path,
+    folder: Path,
+) -> dict[str, Any] | None:
+    """Write the rows of each split; split those of ``WHOLE``, and return the report of that."""
+    if WHOLE not in splits:
+        for name in SPLITS:
+            rows = splits.get(name, NO_ROWS)
+            _kept(rows, np.zeros(len(rows.triples), np.int8), 0, folder, name)
+        return None
+    rows = splits[WHOLE]
+    split_of = split.apply(rows.triples, rows.times, sizes, most, work)
+    for place, name in enumerate(SPLITS):
+        _kept(rows._replace(times=None), split_of, place, folder, name)
+    return split.report(rows.times, split_of)
 
 
-def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
-    """Return the error for relations that only valid or test has, with their counts by split."""
+def _kept(rows: Rows, of: np.ndarray, value: int, folder: Path, name: str) -> Rows:
+    """Return the rows where ``of`` (T,) has a value, in files that are named as in a store."""
+    files = f"{name}.npy", weights_name(name), f"times-{name}.npy"
+    kept = {
+        field: copy_rows(values, folder / file, of, value)
+        for (field, values), file in zip(rows._asdict().items(), files, strict=True)
+        if values is not None
+    }
+    return Rows(**kept)
+
+
+def _refuse(unseen: Mapping[str, Mapping[str, int]]) -> None:
+    """Raise DataError for relations that only valid or test has, with their counts by split."""
     cases = [
         f"{label!r} ({count} triples in {split})"
         for split, counts in unseen.items()
         for label, count in counts.items()
     ]
-    more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
-    return DataError(
-        f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or keep them with data.allow_unseen_relations true"
-    )
+    if cases:
+        more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
+        raise DataError(
+            f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
+            "learnt for them. Correct the files, or keep them with data.allow_unseen_relations true"
+        )

@@ -27,9 +27,9 @@ from kge_torchrec.data.readers.columns import (
     role_of,
 )
 from kge_torchrec.data.readers.description import is_description, read_description
-from kge_torchrec.data.readers.fields import LabelFiles, Skipped, Table, batches_of
+from kge_torchrec.data.readers.fields import Skipped, Table, batches_of
 from kge_torchrec.data.readers.files import SUFFIXES, WHOLE, Sources, find_sources
-from kge_torchrec.data.readers.lists import find_labels
+from kge_torchrec.data.readers.lists import LabelFiles, find_labels
 from kge_torchrec.data.readers.tables import InMemory, open_memory
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
@@ -39,34 +39,25 @@ SAMPLE = 100_000  # rows that hints look at
 
 @dataclass
 class Source:
-    """Triples that can be read once, and what is noticed on the way.
-
-    Attributes:
-        names: The files, or the name of the data set, by split ("whole" without splits).
-        is_described: Whether a description gives the types of ends.
-        notes: Where and how something was read that leaves a doubt.
-        literals: Triples of RDF that were left out for a literal, by split.
-        typed: Whether labels have a type, such as ``user:17``; known once files are read, as are
-            the entities of columns.
-        labels: The files of labels.
-    """
+    """Triples that can be read once, and what is noticed on the way."""
 
     data: DataConfig
     times: bool
     progress: bool
-    names: dict[str, list[str]] = field(default_factory=dict)
-    is_described: bool = False
-    notes: list[tuple[str, str]] = field(default_factory=list)
-    literals: Counter[str] = field(default_factory=Counter)
-    typed: bool = False
+    is_described: bool = False  # whether a description gives the types of ends
     labels: LabelFiles = field(default_factory=dict)
-    _tables: list[tuple[str, Callable[[], Table]]] = field(default_factory=list)
+    # Known once files are read:
+    notes: list[tuple[str, str]] = field(default_factory=list)  # where, and how it was read
+    literals: Counter[str] = field(default_factory=Counter)  # triples that were left out, by split
+    typed: bool = False  # whether labels have a type, such as ``user:17``
+    # Split ("whole" without splits), name of a file or a data set, and what opens it.
+    tables: list[tuple[str, str | None, Callable[[], Table]]] = field(default_factory=list)
     _types_of: dict[str, set[str | None]] = field(default_factory=dict)
 
-    def add(self, split: str, name: str | None, open_table: Callable[[], Table]) -> None:
-        """Add triples of a split, which have a name unless they are in memory."""
-        self.names.setdefault(split, []).extend([] if name is None else [name])
-        self._tables.append((split, open_table))
+    @property
+    def splits(self) -> set[str]:
+        """The splits that there are, or "whole" alone."""
+        return {split for split, *_ in self.tables}
 
     def batches(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yield the split and a batch of head, relation, tail, and weight and time if any.
@@ -77,7 +68,7 @@ class Source:
         hide = None if self.progress else True  # None looks for a terminal
         order = (*SPLITS, WHOLE)
         with tqdm(desc="read", unit=" triples", unit_scale=True, disable=hide) as bar:
-            for split, open_table in sorted(self._tables, key=lambda own: order.index(own[0])):
+            for split, _, open_table in sorted(self.tables, key=lambda own: order.index(own[0])):
                 table = open_table()
                 for batch in self._rows(table):
                     bar.update(batch.num_rows)
@@ -92,7 +83,10 @@ class Source:
 
     def report(self) -> dict[str, Any]:
         """Return what a store reports of its sources, once they are read."""
-        names = {split: names for split, names in self.names.items() if names}
+        names: dict[str, list[str]] = {}
+        for split, name, _ in self.tables:
+            if name is not None:
+                names.setdefault(split, []).append(name)
         return {"sources": names, "reading": self.notes, "literals": dict(self.literals)}
 
     def _rows(self, table: Table) -> Iterator[pa.RecordBatch]:
@@ -146,10 +140,10 @@ def open_sources(
             )
         columns = replace(columns, last=(WEIGHT, *([TIME] if times else [])))
         for split, rows in sources.items():
-            source.add(split, None, partial(open_memory, split, rows, columns))
+            source.tables.append((split, None, partial(open_memory, split, rows, columns)))
     elif is_named(sources):
         for split, table in open_dataset(str(sources), columns):
-            source.add(split, str(sources), partial(Table, *table))
+            source.tables.append((split, str(sources), partial(Table, *table)))
     else:
         reader = make_reader(data.reader, data.reader_options)
         if is_description(sources):
@@ -165,7 +159,8 @@ def open_sources(
             files = [(split, path, columns) for split, paths in found.items() for path in paths]
             folder = files[0][1].parent
         for split, path, own in files:
-            source.add(split, str(path), partial(open_file, path, own, data, reader))
+            opened = partial(open_file, path, own, data, reader)
+            source.tables.append((split, str(path), opened))
     source.labels = find_labels(data, folder, source.notes)
     return source
 
@@ -227,17 +222,15 @@ def _hints(table: Table, batch: pa.RecordBatch, times: bool) -> Iterator[str]:
         yield f"the column {unread[0]!r} is not read; data.split.by time or last splits by it"
 
 
-def _shared_numbers(heads: pa.Array, tails: pa.Array) -> str | None:
+def _shared_numbers(heads: pa.Array, tails: pa.Array) -> int | None:
     """Return a number that is among heads and tails which look like numbers of rows, or None."""
     try:
-        ends = [pc.unique(column) for column in (heads, tails)]
-        numbers = [end.cast(pa.int64()) for end in ends]
+        ends = [pc.unique(column.cast(pa.int64())) for column in (heads, tails)]
     except pa.ArrowInvalid:
         return None
-    for end, number in zip(ends, numbers, strict=True):
-        is_plain = pc.all(pc.equal(end, number.cast(pa.large_string()))).as_py()
-        small = pc.min(number).as_py() >= 0 and pc.max(number).as_py() < 20 * len(number) + 100
-        if not (is_plain and small):
-            return None
     common = ends[0].filter(pc.is_in(ends[0], value_set=ends[1]))
-    return common[0].as_py() if len(common) * 10 >= min(map(len, ends)) else None
+    if not len(common):
+        return None
+    spans = ((pc.min_max(end).as_py(), len(end)) for end in ends)
+    small = all(span["min"] >= 0 and span["max"] < 20 * size + 100 for span, size in spans)
+    return common[0].as_py() if small and len(common) * 10 >= min(map(len, ends)) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,64 +12,34 @@ from kge_torchrec.data.leaks import find_leaks
 from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.store import TripleStore
 
-FEW = 100  # fewer triples say little about a model
 MANY = 0.1  # share of duplicates that may be counts
 
 
 def notes(store: TripleStore) -> list[str]:
     """Return what a person should know about the data before reading results, in sentences."""
+    return [*_reading(store), *_columns(store), *_splits(store.report)]
+
+
+def _reading(store: TripleStore) -> Iterator[str]:
+    """Yield how files were read, in one sentence for files that are alike, and what lacks."""
     report = store.report
-    return [
-        *_reading(report.get("reading") or ()),
-        *_sizes(store),
-        *_features(report),
-        *_columns(store),
-        *_splits(report),
-    ]
-
-
-def _reading(notes: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield how files were read, in one sentence for files that are alike."""
     places: dict[str, list[str]] = {}
-    for place, said in notes:
+    for place, said in report.get("reading") or ():
         places.setdefault(said, []).append(place)
     for said, alike in places.items():
         more = f" ({len(alike) - 1:,} more files alike)" if len(alike) > 1 else ""
         yield f"{alike[0]}{more}: {said}"
-
-
-def _sizes(store: TripleStore) -> Iterator[str]:
-    """Yield what is too small to train on or to judge by."""
-    counts = {split: len(store.split(split)) for split in SPLITS}
-    split = store.report["split"]
-    if store.num_entities == 1:
-        yield "there is 1 entity: every rank is 1, and nothing can be learned"
-    shares = [True, *(split or {}).get("ratio", (1, 1, 1))[1:]]
-    missing = [s for s, share in zip(SPLITS, shares, strict=True) if share and not counts[s]]
+    split = report["split"] or {}
+    shares = [True, *split.get("ratio", (1, 1, 1))[1:]]
+    missing = [s for s, x in zip(SPLITS, shares, strict=True) if x and not len(store.split(s))]
     if missing:
         effect = "nothing is ranked" if "test" in missing else "the last checkpoint is the best"
         why = "name files so, or give one file, which is divided"
         if split:
-            why = _KEPT[split.get("by", "random")] + "; give more"
+            why = "train needs all triples, to have every entity, relation or head; give more"
         yield f"{' and '.join(missing)}: no triples, so that {effect}; {why}"
-    few = [f"{name} has {count:,}" for name, count in counts.items() if 0 < count < FEW]
-    if few:
-        yield f"too few triples for figures to mean much: {', '.join(few)}"
-
-
-# Why a split may have no triples, by the way to split.
-_KEPT = {
-    "random": "train needs all triples, to have every entity and relation",
-    "head": "each head keeps a triple in train",
-    "time": "a share is below one triple, or many triples have one time",
-    "last": "each head keeps a triple in train",
-}
-
-
-def _features(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how many entities have features and no triple; a wrong label would be among them."""
     features = report.get("features") or {}
-    if count := features.get("without_triples"):
+    if count := features.get("without_triples"):  # a wrong label would be among them
         yield (
             f"{features['source']}: {count:,} of its entities are in no triple, such as "
             f"{features['example']!r}; they become entities that their features alone describe"

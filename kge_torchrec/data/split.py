@@ -97,8 +97,9 @@ class Split:
 
 def _plain(time: Any) -> Any:
     """Return a time for JSON: a number, or a date as short as it is exact."""
-    is_date = isinstance(time, np.datetime64)
-    return str(np.datetime_as_string(time, "auto")) if is_date else time.item()
+    if isinstance(time, np.datetime64):
+        return str(np.datetime_as_string(time, "auto"))
+    return int(time) if time == int(time) else time.item()
 
 
 def _at_random(

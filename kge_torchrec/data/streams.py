@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,7 +63,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 # More threads would hold more blocks in memory than they save time.
-WORKERS = max(1, min(4, os.cpu_count() or 1))
+WORKERS = min(4, pa.cpu_count())
 
 
 def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

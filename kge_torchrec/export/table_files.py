@@ -18,13 +18,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from safetensors import SafetensorError, safe_open
 
-from kge_torchrec.data.labels import ESCAPES, text_of
+from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.errors import ExportError
 
 NUMBER = np.dtype("<f4")
 _TENSOR = "entities"  # the only tensor in a safetensors file
 BLOCK = 1 << 16  # labels per block
+# Inside a label, so that a line is always a label; the backslash first.
+ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 
 
 class Safetensors:

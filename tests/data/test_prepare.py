@@ -22,7 +22,6 @@ from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
-from kge_torchrec.environment import cores
 from kge_torchrec.errors import DataError, StoreError
 
 TRAIN = [("a", "r", "b"), ("b", "s", "c"), ("c", "r", "a")]
@@ -98,54 +97,33 @@ def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
         prepare(data, tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "files, message",
-    [
+def test_ambiguous_sources(tmp_path):
+    for files, said in (
         ([], "no file of triples here"),
         (["a.tsv", "b.tsv"], "none of its 2 files is named train, valid or test"),
         (["valid.tsv", "test.tsv"], "no train file among"),
         (["train.tsv", "train.csv"], "more than one train file"),
         (["train.tsv", "training.tsv"], "more than one train file"),
         (["train.tsv", "train-1.tsv"], "more than one train file"),
-    ],
-)
-def test_ambiguous_directory(tmp_path, files, message):
-    for name in files:
-        write(tmp_path / name, TRAIN)
-    with pytest.raises(DataError, match=message):
-        find_sources(tmp_path)
-
-
-def test_ambiguous_files(tmp_path):
+    ):
+        folder = tmp_path / f"{files}"
+        folder.mkdir()
+        for name in files:
+            write(folder / name, TRAIN)
+        with pytest.raises(DataError, match=said):
+            find_sources(folder)
     train, other = write(tmp_path / "train.tsv", TRAIN), write(tmp_path / "other.tsv", TRAIN)
-    with pytest.raises(DataError, match=r"other.tsv: not named train, valid or test"):
-        find_sources([train, other])
-    with pytest.raises(DataError, match="is a directory"):
-        find_sources([train, tmp_path])
-    with pytest.raises(DataError, match="no such file"):
-        find_sources(tmp_path / "none")
-    with pytest.raises(DataError, match="no input files"):
-        find_sources([])
+    for sources, said in (
+        ([train, other], "other.tsv: not named train, valid or test"),
+        ([train, tmp_path], "is a directory"),
+        (tmp_path / "none", "no such file"),
+        ([], "no input files"),
+    ):
+        with pytest.raises(DataError, match=said):
+            find_sources(sources)
 
 
 # What the report says
-
-
-def test_triples_shared_by_splits_are_kept_and_counted(tmp_path):
-    new = ("a", "s", "a")
-    splits = {"train": TRAIN, "valid": [TRAIN[0], new], "test": [*TRAIN[:2], new]}
-    store = prepare(splits, tmp_path / "store")
-    assert store.report["shared"] == {"train-valid": 1, "train-test": 2, "valid-test": 2}
-    assert store.report["triples"] == {"train": 3, "valid": 2, "test": 3}
-
-
-def test_unseen_entities_stay_and_are_counted(tmp_path):
-    splits = {"train": TRAIN, "test": [("x", "r", "y"), ("x", "r", "a"), ("a", "r", "c")]}
-    store = prepare(splits, tmp_path / "store")
-    assert len(store.test) == 3
-    assert store.report["unseen_entities"] == {
-        "test": {"entities": 2, "triples": 2, "examples": ["y", "x"]}
-    }
 
 
 def test_unseen_relations_are_rejected_unless_allowed(tmp_path):
@@ -158,20 +136,14 @@ def test_unseen_relations_are_rejected_unless_allowed(tmp_path):
     assert labelled(store, "valid") == splits["valid"]
 
 
-@pytest.mark.parametrize(
-    "splits, said",
-    [
-        ({"train": [("a", "r", "a")]}, "there is 1 entity: every rank is 1, and nothing can be"),
+def test_missing_splits_are_reported(tmp_path):
+    for splits, said in (
         ({"train": TRAIN}, "valid and test: no triples, so that nothing is ranked; name files so"),
         ({"train": TRAIN, "valid": TRAIN}, "test: no triples, so that nothing is ranked; name"),
         ({"train": TRAIN, "test": TRAIN}, "valid: no triples, so that the last checkpoint is the"),
-        ({"train": TRAIN, "test": TRAIN[:1]}, "too few triples for figures to mean much: train "
-         "has 3, test has 1"),
-    ],
-)  # fmt: skip
-def test_too_small_graphs_are_reported(tmp_path, caplog, splits, said):
-    prepare(splits, tmp_path / "store")
-    assert sum(said in message for message in caplog.messages) == 1
+    ):
+        store = prepare(splits, tmp_path / "store", overwrite=True, log_notes=False)
+        assert report_notes(store)[0].startswith(said)
 
 
 def test_large_enough_graphs_are_not_reported(tmp_path):
@@ -186,14 +158,57 @@ def test_large_enough_graphs_are_not_reported(tmp_path):
 def test_one_triple_a_thousand_times_is_no_graph(tmp_path):
     store = prepare(write(tmp_path / "x.tsv", TRAIN[:1] * 500), tmp_path / "store")
     said = report_notes(store)
-    assert said[0].endswith("train needs all triples, to have every entity and relation; give more")
-    assert said[1:] == ["too few triples for figures to mean much: train has 1",
-                        "whole: 499 duplicate triples were dropped of 500; to train with how "
+    assert said[0].endswith(
+        "train needs all triples, to have every entity, relation or head; give more"
+    )
+    assert said[1:] == ["whole: 499 duplicate triples were dropped of 500; to train with how "
                         "often each occurs, count them into a column of weights and set "
                         "data.weights loss"]  # fmt: skip
     rows = [(f"a{i}", "r", "b") for i in range(30)]
     few = prepare({"train": [*rows, rows[0]], "test": rows[:1]}, tmp_path / "few")
     assert "train: 1 duplicate triples were dropped" in report_notes(few)
+
+
+# Weights
+
+
+def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
+    """A repeated triple takes its largest; splits by ratio and files of splits alike."""
+    rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 61) for i in range(300)]
+    text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
+    (path := tmp_path / "all.tsv").write_text(text)
+    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--weights", "loss"]) == 0
+    assert "note: train: triples weigh from" in capsys.readouterr().out
+    store, largest = TripleStore.open(tmp_path / "store"), {}
+    for *triple, weight in rows:
+        largest[tuple(triple)] = max(weight, largest.get(tuple(triple), 0))
+    results = {}
+    for split in ("train", "valid", "test"):
+        assert store.weights(split).dtype == np.float32
+        assert isinstance(store.weights(split), np.memmap)
+        results |= dict(zip(labelled(store, split), store.weights(split).tolist(), strict=True))
+    assert results == largest
+    values = store.weights("train")
+    assert store.report["weights"]["train"] == {
+        "min": values.min(), "mean": pytest.approx(values.mean()), "max": values.max(),
+    }  # fmt: skip
+
+
+def test_only_training_triples_need_weights(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.tsv").write_text("a\tr\tb\t0.5\nb\tr\ta\t2\n")
+    (folder / "test.tsv").write_text("a\tr\ta\n")
+    store = prepare(folder, tmp_path / "store", {"weights": "loss"})
+    assert store.weights("train").tolist() == [0.5, 2]
+    assert store.weights("test") is None
+    assert prepare(folder / "test.tsv", tmp_path / "plain").weights() is None
+    with pytest.raises(DataError, match="the training triples have no weights"):
+        prepare(folder / "test.tsv", tmp_path / "none", {"weights": "loss"})
+    parts = [write(tmp_path / "train-1.tsv", [("h", "r", "t", "weight"), ("a", "r", "b", "1")]),
+             write(tmp_path / "train-2.tsv", TRAIN)]  # fmt: skip
+    with pytest.raises(DataError, match="train: some of its triples have a weight and others"):
+        prepare(parts, tmp_path / "mixed")
 
 
 # Splitting one file
@@ -307,30 +322,22 @@ def test_data_frame_columns_are_read_by_name_or_order(tmp_path):
     named = Frame(note=heads, tail=tails, weight=[1.0, 2.0, 3.0], relation=relations, head=heads)
     store = prepare({"train": named}, tmp_path / "named", progress=False)
     assert labelled(store, "train") == TRAIN and list(store.weights()) == [1, 2, 3]
+    listed = {"train": [(*row, 1.5) for row in TRAIN]}
+    assert list(prepare(listed, tmp_path / "listed").weights()) == [1.5] * 3
     ordered = Frame(a=heads, b=relations, c=tails)
     assert labelled(prepare({"train": ordered}, tmp_path / "ordered"), "train") == TRAIN
     turned = prepare({"train": ordered}, tmp_path / "turned", {"columns": "head=c,tail=a"})
     assert labelled(turned, "train") == [row[::-1] for row in TRAIN]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        TRAIN,
-        iter(TRAIN),
-        np.array(TRAIN),
-        np.array(TRAIN, object),
-        pa.table(dict(zip("hrt", map(list, zip(*TRAIN, strict=True)), strict=True))),
-    ],
-    ids=["list", "iterator", "array", "object array", "table"],
-)
-def test_in_memory(tmp_path, rows):
-    assert labelled(prepare({"train": rows}, tmp_path / "store"), "train") == TRAIN
-
-
-@pytest.mark.parametrize(
-    "splits, message",
-    [
+def test_in_memory(tmp_path):
+    columns = dict(zip("hrt", map(list, zip(*TRAIN, strict=True)), strict=True))
+    every = [iter(TRAIN), np.array(TRAIN), np.array(TRAIN, object), pa.table(columns)]
+    splits = dict(zip(SPLITS, every, strict=False))
+    store = prepare(splits, tmp_path / "store")
+    assert all(labelled(store, split) == TRAIN for split in SPLITS)
+    assert labelled(prepare({"train": every[3]}, tmp_path / "table")) == TRAIN
+    for splits, said in (
         ({"train": []}, "no training triples"),
         ({"test": TRAIN}, "no training triples"),
         ({"train": TRAIN, "dev": TRAIN}, "give train"),
@@ -339,11 +346,14 @@ def test_in_memory(tmp_path, rows):
         ({"train": [("a", "", "b")]}, "train: triple 0: the relation is empty"),
         ({"train": [("a", "r", ["b"])]}, "train: triple 0: the tail is no text"),
         ({"train": pa.table({"h": ["a"]})}, "train: 1 columns"),
-    ],
-)
-def test_bad_triples_in_memory_are_rejected(tmp_path, splits, message):
-    with pytest.raises(DataError, match=message):
-        prepare(splits, tmp_path / "store")
+        (
+            {"train": [("a", "r", "b", 1.5), ("b", "r", "c", -1)]},
+            "triple 1: the weight -1.0 is neg",
+        ),
+        ({"train": [("a", "r", "b", 1.5), ("b", "r", "c")]}, "3 fields"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prepare(splits, tmp_path / "none")
 
 
 def test_preparing_copies_no_column_more_than_it_needs(tmp_path, monkeypatch):
@@ -382,14 +392,3 @@ def test_ids_are_counted_in_chunks(ids, ascending, chunk):
         patch.setattr(ordering, "CHUNK", chunk)
         results = ordering.id_counts(ids, 31)
     assert results.tolist() == np.bincount(ids, minlength=31).tolist()
-
-
-def test_threads_are_at_most_the_cores(tmp_path):
-    """Arrow's joins take memory for each thread: 100,000 of them took 10 GB."""
-    before = pa.cpu_count()
-    try:
-        file = write(tmp_path / "triples.tsv", TRAIN)
-        words = ["prepare", str(file), "-o", str(tmp_path / "store"), "--threads", "100000"]
-        assert main(words) == 0 and pa.cpu_count() <= cores()
-    finally:
-        pa.set_cpu_count(before)

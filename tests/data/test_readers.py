@@ -5,14 +5,13 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
-import io
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from file_rows import fault_of, read, rows_of
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import COLUMNS
@@ -26,7 +25,7 @@ ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
 
 
 def tsv(rows=ROWS, end="\n") -> bytes:
-    return "".join("\t".join(row) + end for row in rows).encode()
+    return "".join("\t".join(map(str, row)) + end for row in rows).encode()
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -78,39 +77,37 @@ def test_many_blocks(tmp_path, monkeypatch):
     assert rows_of(write(tmp_path / "x.txt", commented), comments="#") == rows
 
 
-LABEL = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff\0"), min_size=1
-).filter(str.strip)
-
-
-@given(rows=st.lists(st.tuples(LABEL, LABEL, LABEL), min_size=1))
-def test_any_label_survives_tsv_and_csv(tmp_path_factory, rows):
-    directory = tmp_path_factory.mktemp("labels")
-    assert rows_of(write(directory / "x.tsv", tsv(rows)), has_header=False, quotes=False) == rows
-    quoted = "".join(
-        ",".join('"' + label.replace('"', '""') + '"' for label in row) + "\n" for row in rows
-    )
-    assert rows_of(write(directory / "x.csv", quoted.encode()), has_header=False) == rows
-
-
 def test_the_folder_of_a_run_is_not_read_as_triples(tmp_path):
     write(tmp_path / "plan.txt", tsv())
     assert find_sources(tmp_path)  # any other folder may have a file of this name
     write(tmp_path / "config.yaml", b"seed: 0")
-    with pytest.raises(DataError, match="this is a run, not files of triples; name its folder"):
+    with pytest.raises(DataError, match="this is a prepared store or a run, not files of triples"):
         find_sources(tmp_path)
 
 
-@pytest.mark.parametrize("row, count", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
-@pytest.mark.parametrize("line", [1, 2, 700])
-def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
+def test_wrong_number_of_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(text_rows, "BLOCK_BYTES", 512)
-    rows = [b"a\tr\tb"] * 1000
-    rows[line - 1] = row
-    path = write(tmp_path / "x.tsv", b"\n".join(rows) + b"\n")
-    message = fault_of(path)
-    assert message.startswith(f"{path}:{line}: expected 3 columns separated by tabs")
-    assert f"found {count}" in message
+    for line, row, count in (
+        (1, b"a\tb", 2),
+        (700, b"a\tb\tc\td", 4),
+        (2, b"a b c", 1),
+        (9, b" ", 1),
+    ):
+        rows = [b"a\tr\tb"] * 1000
+        rows[line - 1] = row
+        message = fault_of(path := write(tmp_path / "x.tsv", b"\n".join(rows) + b"\n"))
+        assert message.startswith(f"{path}:{line}: expected 3 columns separated by tabs")
+        assert f"found {count}" in message
+
+
+def test_lines_are_counted_where_fields_have_line_ends(tmp_path):
+    """Blank lines count, inside quotes too, and a comment inside quotes is none."""
+    text = '\n# c\na,r,"x\n\n\ny"\n\nb,r,c\n'
+    path = write(tmp_path / "x.csv", (text + "b,r\n").encode())
+    assert fault_of(path, comments="#").startswith(f"{path}:9: expected 3 columns")
+    path = write(tmp_path / "x.csv", (text + 'b,,"\n"\n').encode())
+    assert fault_of(path, comments="#").startswith(f"{path}:10: the relation is empty")
+    assert rows_of(write(path, text.encode()), comments="#")[0] == ("a", "r", "x\n\n\ny")
 
 
 @pytest.mark.parametrize("comments", ["", "#"])
@@ -125,13 +122,6 @@ def test_bytes_that_are_no_utf8_are_named_in_any_block(tmp_path, monkeypatch, co
 
 # Headers
 
-HEADERS = [
-    "head,relation,tail", "Subject,Predicate,Object", "source,type,target", " h , r , t ",
-    "# s,p,o", "?s,?p,?o", "from,edge,to", "SRC,edge_type,dst", "node1,label,node2",
-    "head_id,relation_id,tail_id", "e1,rel,e2",
-]  # fmt: skip
-FACTS = [(f"e{i % 7}", f"likes{i % 3}", f"e{i * 5 % 11}") for i in range(20)]
-
 
 def said_of(path: Path, rows) -> tuple[list[tuple], str]:
     """The triples of a file with these rows, and what is said of it."""
@@ -141,20 +131,25 @@ def said_of(path: Path, rows) -> tuple[list[tuple], str]:
     return read_rows, " ".join(said for _, said in source.notes)
 
 
-@pytest.mark.parametrize("header", HEADERS)
-def test_column_names_are_known_and_reported(tmp_path, header):
-    fields = next(csv.reader(io.StringIO(header)))
-    rows, said = said_of(tmp_path / "x.csv", [fields, *FACTS])
-    assert rows == FACTS
-    named = ", ".join(f"{role} {name!r}" for role, name in zip(COLUMNS, fields, strict=True))
-    assert f"this line is read as a header: {named}; data.has_header false" in said
-    rows, _ = said_of(tmp_path / "x.csv", [fields[::-1], *FACTS])
-    assert rows == [row[::-1] for row in FACTS]
+HEADERS = [
+    "head,relation,tail", "Subject,Predicate,Object", "source,type,target", " h , r , t ",
+    "# s,p,o", "?s,?p,?o", "from,edge,to", "SRC,edge_type,dst", "node1,label,node2",
+    "head_id,relation_id,tail_id", "e1,rel,e2",
+]  # fmt: skip
+FACTS = [(f"e{i % 7}", f"likes{i % 3}", f"e{i * 5 % 11}") for i in range(20)]
 
 
-@pytest.mark.parametrize("first", [("head", "relation", "head"), FACTS[0], ("e1", "b c", "d")])
-def test_labels_that_name_no_columns_form_a_triple(tmp_path, first):
-    assert said_of(tmp_path / "x.csv", [first, *FACTS]) == ([first, *FACTS], "")
+def test_column_names_are_known_and_reported(tmp_path):
+    for header in HEADERS:
+        fields = header.split(",")
+        rows, said = said_of(tmp_path / "x.csv", [fields, *FACTS])
+        assert rows == FACTS
+        named = ", ".join(f"{role} {name!r}" for role, name in zip(COLUMNS, fields, strict=True))
+        assert f"this line is read as a header: {named}; data.has_header false" in said
+        rows, _ = said_of(tmp_path / "x.csv", [fields[::-1], *FACTS])
+        assert rows == [row[::-1] for row in FACTS]
+    for first in (("head", "relation", "head"), FACTS[0], ("e1", "b c", "d")):
+        assert said_of(tmp_path / "x.csv", [first, *FACTS]) == ([first, *FACTS], "")
 
 
 # Parquet
@@ -163,17 +158,6 @@ def test_labels_that_name_no_columns_form_a_triple(tmp_path, first):
 def parquet(path, columns) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
-
-
-@pytest.mark.parametrize("names", ["head relation tail", "Subject predicate object", "x y z"])
-def test_parquet(tmp_path, names):
-    columns = dict(zip(names.split(), zip(*ROWS, strict=True), strict=True))
-    assert rows_of(parquet(tmp_path / "x.parquet", columns)) == ROWS
-
-
-def test_parquet_columns_found_by_name(tmp_path):
-    columns = {"tail": ["b"], "weight": [0.5], "relation": ["r"], "head": ["a"], "type": ["t"]}
-    assert rows_of(parquet(tmp_path / "x.parquet", columns)) == [("a", "r", "b", 0.5)]
 
 
 def test_parquet_types(tmp_path):
@@ -185,25 +169,23 @@ def test_parquet_types(tmp_path):
     assert rows_of(parquet(tmp_path / "x.parquet", columns)) == [("1", "r", "x"), ("2", "r", "y")]
 
 
-@pytest.mark.parametrize(
-    "columns, message",
-    [
-        ({"h": ["a", None], "r": ["r", "r"], "t": ["b", "c"]}, "row 2: the head is empty"),
-        ({"h": ["a", "b"], "r": ["r", "r"], "t": ["b", ""]}, "row 2: the tail is empty"),
+def test_bad_parquet(tmp_path):
+    one = {"h": ["a"], "r": ["r"], "t": ["b"]}
+    two = {"h": ["a", "b"], "r": ["r", "r"], "t": ["b", "c"]}
+    none = dict.fromkeys("hrt", pa.array([], pa.string()))
+    for columns, said in (
+        (two | {"h": ["a", None]}, "row 2: the head is empty"),
+        (two | {"t": ["b", ""]}, "row 2: the tail is empty"),
+        (two | {"h": [b"a", b"\xff"]}, "row 2: the head is not UTF-8"),
         ({"h": ["a"], "r": ["r"]}, "no column stands for the tail"),
-        ({"h": ["a"], "r": ["r"], "t": ["b"], "type": ["x"]}, "'r' and 'type' both stand for"),
-        ({"h": [["a"]], "r": ["r"], "t": ["b"]}, "the head is no text"),
-        ({"h": [b"a", b"\xff"], "r": ["r"] * 2, "t": ["b"] * 2}, "row 2: the head is not UTF-8"),
-        ({"h": pa.array([], pa.string()), "r": pa.array([], pa.string()),
-          "t": pa.array([], pa.string())}, "empty file"),
-        *(({"h": "aaa", "r": "aaa", "t": "aaa", "confidence": [1.0, bad, 1.0]},
-           "row 2: the weight ") for bad in (0.0, -1.0, float("nan"), float("inf"), None, 1e300)),
-    ],
-)  # fmt: skip
-def test_bad_parquet(tmp_path, columns, message):
-    path = parquet(tmp_path / "x.parquet", {name: [*own] for name, own in columns.items()})
-    fault = fault_of(path)
-    assert fault.startswith(str(path)) and message in fault
+        (one | {"type": ["x"]}, "'r' and 'type' both stand for"),
+        (one | {"h": [["a"]]}, "the head is no text"),
+        (none, "empty file"),
+        *((two | {"confidence": [1.0, bad]}, "row 2: the weight ")
+          for bad in (0.0, -1.0, float("nan"), float("inf"), None, 1e300)),
+    ):  # fmt: skip
+        fault = fault_of(path := parquet(tmp_path / "x.parquet", columns))
+        assert fault.startswith(str(path)) and said in fault
 
 
 def test_parquet_columns_of_one_name(tmp_path):
@@ -213,6 +195,56 @@ def test_parquet_columns_of_one_name(tmp_path):
     ):
         pq.write_table(pa.table([pa.array(["a"])] * len(names), names), tmp_path / "x.parquet")
         assert said in fault_of(tmp_path / "x.parquet")
+
+
+# Weights
+
+
+LABEL = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff\0"), min_size=1
+).filter(str.strip)
+WEIGHT = st.floats(2.0**-40, 2.0**40, width=32)
+WEIGHTED = {"columns": "weight=3", "has_header": False}
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.lists(st.tuples(LABEL, LABEL, LABEL, WEIGHT), min_size=1),
+    order=st.permutations(["head", "relation", "tail", "Confidence"]),
+    block=st.sampled_from([64, 1 << 20]),
+)
+def test_any_weight_survives_every_format(tmp_path_factory, rows, order, block):
+    """Bitwise, with any labels, in any order of columns."""
+    folder, place = tmp_path_factory.mktemp("w"), ["head", "relation", "tail", "Confidence"]
+    turned = [[row[place.index(name)] for name in order] for row in rows]
+    quoted = [['"' + str(x).replace('"', '""') + '"' for x in row] for row in turned]
+    files = [
+        write(folder / "x.tsv", tsv([order, *turned])),
+        write(folder / "x.csv", "".join(",".join(r) + "\n" for r in [order, *quoted]).encode()),
+        folder / "x.parquet",
+    ]
+    columns = [pa.array(column) for column in zip(*turned, strict=True)]
+    pq.write_table(pa.table(columns, list(order)), files[2])
+    plain = write(folder / "y.tsv", tsv(rows))
+    largest = max(len(str(r).encode()) * 2 for r in turned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_rows, "BLOCK_BYTES", max(block, largest))
+        for path in files:
+            assert rows_of(path, quotes=path.suffix != ".tsv") == rows
+        assert rows_of(plain, **WEIGHTED, quotes=False) == rows
+
+
+def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 512)
+    for bad in ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"]:
+        line = {"0": 700, "-1": 1}.get(bad, 2)
+        rows = [b"a\tr\tb\t0.5\n"] * 1000
+        rows[line - 1] = f"a\tr\tb\t{bad}\n".encode()
+        said = "-1 is negative, a signed" if bad == "-1" else "is no positive, finite number"
+        path = write(tmp_path / "x.tsv", b"".join(rows))
+        assert f":{line}: the weight {said}" in fault_of(path, **WEIGHTED)
+    path = write(tmp_path / "y.tsv", b"h\tr\tt\tweight\n" + b"".join(rows))
+    assert ":3: the weight " in fault_of(path)
 
 
 # Texts that cannot be labels

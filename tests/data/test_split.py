@@ -306,7 +306,7 @@ def test_time_zones_of_a_table_count(tmp_path):
 
 
 TIMES = st.one_of(
-    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    st.lists(st.integers(-(2**53), 2**53), min_size=1),
     st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),
     st.lists(st.datetimes(), min_size=1),
     st.lists(st.datetimes(timezones=st.just(dt.timezone.utc)), min_size=1),
@@ -322,7 +322,8 @@ def test_any_time_survives_as_text(times, data):
         source = open_sources({"whole": [*columns]}, DataConfig(), True, False)
         return [time for _, batch in source.batches() for time in batch["time"].to_pylist()]
 
-    assert read() == times
+    in_utc = [t.replace(tzinfo=None) if isinstance(t, dt.datetime) else t for t in times]
+    assert read() == in_utc
     texts[data.draw(st.integers(0, len(times) - 1), "place")] = "soon"
     row = texts.index("soon") if texts[0] != "soon" else "[0-9]+"
     with pytest.raises(DataError, match=f"whole: triple {row}: the time is "):
@@ -352,13 +353,13 @@ def test_invalid_time_is_named_by_its_line(tmp_path, bad):
 def test_kinds_of_times_must_not_be_mixed(tmp_path):
     mixed = [("a", "r", "b", 1), ("a", "r", "c", 2.5), ("a", "r", "d", "2024-01-01")]
     path = write(tmp_path / "x.tsv", [NAMES, *mixed])
-    with pytest.raises(DataError, match=r"x.tsv:3: .* the same kind in every row"):
+    with pytest.raises(DataError, match=r"x.tsv:4: .* the same kind in every row"):
         split(tmp_path, path, by="last")
     files = [write(tmp_path / f"{i}.tsv", [NAMES, row]) for i, row in enumerate(mixed)]
     assert parts_of(split(tmp_path, files[:2], by="time", ratio=(0.5, 0, 0.5)))[2] == {
         ("a", "r", "c")
     }
-    with pytest.raises(DataError, match=r"times are double and int64 and timestamp\[us\]: write"):
+    with pytest.raises(DataError, match="some of its times are numbers and others dates"):
         split(tmp_path, files, by="last")
 
 

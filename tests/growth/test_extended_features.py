@@ -21,7 +21,7 @@ from oracle_rows import composition
 from kge_torchrec import api, extend, load_model, open_run
 from kge_torchrec.cli import main
 from kge_torchrec.data.features import features_from
-from kge_torchrec.data.readers.lists import read_features
+from kge_torchrec.data.readers.lists import read_pairs
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.attributes import Attributes
 
@@ -131,7 +131,10 @@ def test_a_file_replaces_the_features_of_its_entities(tmp_path_factory, old, new
     def table(pairs: dict, labels: list[str], known: Attributes | None) -> Attributes:
         text = "".join(f"{e}\t{f}\t{weight}\n" for (e, f), weight in pairs.items())
         (folder / "f.tsv").write_text(text)
-        rows, names = read_features(folder / "f.tsv"), pa.array(labels, pa.large_string())
+        rows, names = (
+            read_pairs(folder / "f.tsv", "feature", {}, {}, []),
+            pa.array(labels, pa.large_string()),
+        )
         return features_from(rows, "f.tsv", names, np.ones(len(labels), bool), known)
 
     known = table(old, entities[:count], None) if old else None

@@ -115,23 +115,13 @@ def with_nan() -> np.ndarray:
 
 
 INVALID = [
-<<<<<<< HEAD
-    (".npy", with_nan(), LABELS, "vector of 'e27' .number 4. holds NaN"),
-    (".npy", some_vectors(), LABELS[1:], "should hold 28 lines"),
-    (".parquet", some_vectors(), [*LABELS[:4], "e30", *LABELS[5:]],
-     "'e30' has 2 vectors .number 1 and 5"),
-    (".parquet", some_vectors(), [f"q{i}" for i in range(28)], "none of its 28 labels"),
-    (".parquet", [*some_vectors()[:-1].tolist(), [1.5]], LABELS, "has not 8 numbers as the first"),
-=======
     (with_nan(), LABELS, "vector of 'e27' .number 4. holds NaN"),
-    (some_vectors(6), LABELS, "have dim 6, but entities here have dim 8"),
     (some_vectors(), [None, *LABELS[1:]], "1 vectors have no label"),
     (some_vectors(), [*LABELS[:4], "e30", *LABELS[5:]], "'e30' .number 1. is there again .number"),
     (some_vectors(), [f"q{i}" for i in range(28)], "none of its 28 labels"),
     ([*some_vectors()[:-1].tolist(), [1.5]], LABELS, "has not 8 numbers as the first"),
     ([[]] * 28, LABELS, "has no vectors"),
     (some_vectors(), [1.5] * 28, "wants one column of labels .* has 0 and 1 among label, vector"),
->>>>>>> 35a62c30 (Vectors are read from Parquet only)
 ]  # fmt: skip
 
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import yaml
-
-from kge_torchrec.config.yaml_file import parse_yaml
 from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
@@ -36,7 +33,6 @@ _WORDS = {
     "tail_type": "tail_type",
 }
 NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d[T ]?[\d:.Z+-]*")
-_COMMA = re.compile(r",(?![^{}]*\})")  # outside braces
 _ROLE_OF = {word: role for role, words in _WORDS.items() for word in words.split()}
 # The words of lists of entities; "type" and "label" are relations in files of triples.
 _LISTED = {
@@ -66,40 +62,19 @@ def role_of(name: str) -> str | None:
     return _NEO4J_ROLES[neo4j[1]] if neo4j else _ROLE_OF.get(plain(name))
 
 
-def _spaces(source: str, fields: Sequence[str]) -> dict[str, str]:
-    """Return the id spaces of Neo4j's columns as types of the ends."""
-    matches = [match for name in fields if (match := _NEO4J.fullmatch(name.strip()))]
-    spaces = {f"{_NEO4J_ROLES[match[1]]}_type": match[2] for match in matches}
-    spaces = {role: spaces[role] for role in TYPES if spaces.get(role)}
-    if len(spaces) == 1:
-        raise DataError(
-            f"{source}: one end has the id space {next(iter(spaces.values()))!r}, the other "
-            "has none; name both, as in :START_ID(Person) and :END_ID(Place)"
-        )
-    return spaces
-
-
 def is_header(fields: Sequence[str]) -> bool:
     """Return whether three fields mean a head, a relation and a tail, in any order."""
     return len(fields) == 3 and {role_of(name) for name in fields} == set(COLUMNS)
 
 
 class Found(NamedTuple):
-    """The columns of a table.
+    """The columns of a table."""
 
-    Args:
-        places: The position of each role.
-        others: The position of each further column, by name.
-        names: The names of all columns, if the table has some.
-        constants: As in `Columns`, with types that the names of columns say.
-        by_order: Whether the order of the columns decided which end is which.
-    """
-
-    places: dict[str, int]
-    others: Mapping[str, int] = {}
-    names: Sequence[str] | None = None
-    constants: Mapping[str, str] = {}
-    by_order: bool = False
+    places: dict[str, int]  # the position of each role
+    others: Mapping[str, int] = {}  # the position of each further column that is read, by name
+    names: Sequence[str] | None = None  # of all columns, if the table has some
+    constants: Mapping[str, str] = {}  # as in `Columns`, with types that the names of columns say
+    by_order: bool = False  # whether the order of the columns decided which end is which
 
     def __str__(self) -> str:
         """Return which column of a header has which role, and which columns are left out."""
@@ -113,28 +88,19 @@ class Found(NamedTuple):
 class Columns:
     """Where each role is in a table, as far as that is known before the table is seen.
 
-    Args:
-        required: Roles that every row has, in the order of a table without known names.
-        optional: Roles that are read where a column is named so.
-        last: Roles of further columns of a table without names, in order; the table may lack them.
-        places: The column of a role: its name, or its position from 0.
-        constants: A relation, or the type of an end, that all rows have.
-        kinds: The weight of each relation, if triples weigh by their relation.
-        where: Takes the rows that are read, by further columns or roles.
-        entities: The type of the entities in a column, or None, by the column's `plain` name or its
-            `stem`; for lists.
-        key: The key that sets ``places``, for messages; empty if there is none.
+    ``entities`` is for lists: the type of the entities in a column, or None, by the column's
+    `plain` name or its `stem`.
     """
 
-    required: tuple[str, ...] = COLUMNS
-    optional: tuple[str, ...] = (WEIGHT, *TYPES)
-    last: tuple[str, ...] = ()
-    places: Mapping[str, str | int] = field(default_factory=dict)
-    constants: Mapping[str, str] = field(default_factory=dict)
-    kinds: Mapping[str, float] | None = None
+    required: tuple[str, ...] = COLUMNS  # in the order of a table without known names
+    optional: tuple[str, ...] = (WEIGHT, *TYPES)  # read where a column is named so
+    last: tuple[str, ...] = ()  # further columns of a table without names, which may lack them
+    places: Mapping[str, str | int] = field(default_factory=dict)  # names, or positions from 0
+    constants: Mapping[str, str] = field(default_factory=dict)  # a relation, or types of the ends
+    kinds: Mapping[str, float] | None = None  # the weight of each relation, if triples weigh so
     where: Where | None = None
     entities: Mapping[str, str | None] = field(default_factory=dict)
-    key: str = "data.columns"
+    key: str = "data.columns"  # sets ``places``, for messages; empty if there is none
 
     @property
     def of_triples(self) -> bool:
@@ -219,16 +185,16 @@ class Columns:
             if at is None:
                 raise DataError(f"{source}: data.where names {name!r}, which is no column")
             others[name] = at
-        names, constants = fields if named else None, dict(self.constants)
-        if named:
-            constants = {**_spaces(shown, fields), **constants}
-        if named and "entity" in places:
-            kind = self._type_of(fields[places["entity"]])
-            constants |= {} if kind is None else {"entity_type": kind}
-        return Found(places, others, names, constants, len(missing) > 1)
-
-    def _type_of(self, name: str) -> str | None:
-        return self.entities.get(plain(name), self.entities.get(stem(name)))
+        constants = dict(self.constants)
+        for role, at in places.items() if named else ():
+            name = fields[at]
+            space = _NEO4J.fullmatch(name.strip())
+            kind = space and space[2]
+            if role == "entity":
+                kind = self.entities.get(plain(name), self.entities.get(stem(name)))
+            if kind:
+                constants.setdefault(f"{role}_type", kind)
+        return Found(places, others, fields if named else None, constants, len(missing) > 1)
 
     def means(self, name: str, role: str) -> bool:
         """Return whether a column name means a role."""
@@ -241,7 +207,7 @@ class Columns:
         if role == "entity" and {plain(name), stem(name)} & {*self.entities}:
             return True
         words = _LISTED.get(role, set()) | {role, f"{role}_id"}
-        return plain(name) in words or (role in (WEIGHT, "id") and role_of(name) == role)
+        return plain(name) in words or role == WEIGHT == role_of(name)
 
     def _given(self, shown: str, role: str, fields: Sequence[str], named: bool) -> int:
         """Return the position of a role that was given by name or position."""
@@ -309,36 +275,25 @@ def parse_columns(columns: Any, key: str = "data.columns") -> dict[str, Any]:
     Raises:
         DataError: A role is unknown, or its column is no name and no position.
     """
-    form = f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0"
-    if isinstance(columns, Mapping) and len(columns) == 1 and "={" in str(*columns):
-        columns = ": ".join(map(str, *columns.items()))  # YAML took the colon of weight={view: 2}
     if isinstance(columns, str):
-        parts = [part.partition("=") for part in _COMMA.split(columns)]
-        if not all(place for _, _, place in parts):
-            raise DataError(f"{form}, got {columns!r}")
-        try:
-            columns = {role.strip(): _place(place.strip()) for role, _, place in parts}
-        except yaml.YAMLError:
-            raise DataError(f"{form}, got {columns!r}") from None
-    if not isinstance(columns, Mapping):
-        raise DataError(f"{form}, got {columns!r}")
+        parts = (part.partition("=")[::2] for part in columns.split(","))
+        given = {role.strip(): place.strip() for role, place in parts}
+        columns = {r: int(at) if re.fullmatch("-?[0-9]+", at) else at for r, at in given.items()}
+    if not isinstance(columns, Mapping) or "" in columns.values():
+        raise DataError(
+            f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0, "
+            f"or a mapping of them, got {columns!r}"
+        )
     for role, place in columns.items():
         if role not in ROLES:
             raise DataError(f"{key}: {role!r} is no role; roles are {', '.join(ROLES)}")
         if role == WEIGHT and isinstance(place, Mapping):
             continue
-        if isinstance(place, bool) or not isinstance(place, int | str) or place == "":
+        if isinstance(place, bool) or not isinstance(place, int | str):
             raise DataError(f"{key}.{role} must be a column's name or position, got {place!r}")
         if isinstance(place, int) and place < 0:
             raise DataError(f"{key} {role}={place}: positions count from 0")
     return dict(columns)
-
-
-def _place(text: str) -> Any:
-    """Return a position, a name or {RELATION: WEIGHT}."""
-    if re.fullmatch(r"\{.*\}", text):
-        return parse_yaml(text)
-    return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def parse_kinds(weights: Mapping[Any, Any], key: str) -> dict[str, float]:

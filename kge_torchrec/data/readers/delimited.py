@@ -7,9 +7,10 @@ and numbers its rows.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -20,10 +21,9 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.config.data import DataConfig
-from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.readers.columns import NUMBER, Columns, Found, clipped
 from kge_torchrec.data.readers.fields import Block, Skipped, Table, no_rows
-from kge_torchrec.data.readers.text_rows import SEPARATORS, Row, Text, first_lines, read_rows
+from kge_torchrec.data.readers.text_rows import SEPARATORS, Row, Text, first_bytes, read_rows
 from kge_torchrec.data.streams import suffix_of
 from kge_torchrec.errors import DataError
 
@@ -41,12 +41,12 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
             has another number of columns, is the header again, or is no UTF-8.
     """
     notes: list[tuple[str, str]] = []
-    lines = first_lines(path)
-    text = _text(path, lines, columns, data)
+    start = first_bytes(path)
+    text = _text(path, start, columns, data)
     if not data.separator and text.separator != SUFFIXES.get(suffix_of(path), "\t"):
         remedy = text.remedy("; data.separator sets another")
         notes.append((str(path), f"separated by {text.in_words}{remedy}"))
-    rows = _sample(text, lines)
+    rows = _sample(text, start)
     if not rows:
         if text.quoted:
             text.check_quotes()
@@ -58,10 +58,14 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
     size = _most(rows, columns)[0] or len(rows[0][1])
     line, fields = next(row for row in rows if len(row[1]) == size)
     place = f"{path}:{line}"
-    is_header, in_doubt = False, False
+    is_header: bool | None = False
     if fields is rows[0][1]:  # otherwise the first row is wrong, which is said when rows are read
-        is_header, in_doubt = _recognized([row for _, row in rows], columns, data.has_header)
-    found = columns.find(f"{place}: separated by {text.in_words}", fields, is_header)
+        is_header = data.has_header
+        if is_header is None:
+            is_header = _is_header(
+                fields, [row for _, row in rows[1:] if len(row) == size], columns
+            )
+    found = columns.find(f"{place}: separated by {text.in_words}", fields, bool(is_header))
     if is_header:
         text = replace(text, skip=line)
         if len(rows) == 1:
@@ -70,11 +74,11 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
             remedy = "; data.has_header false reads it as a row, data.columns ROLE=COLUMN,... other"
             remedy = text.remedy(f"{remedy} columns")
             notes.append((place, f"this line is read as a header: {found}{remedy}"))
-    elif in_doubt:
+    elif is_header is None:
         said = f"this line is read as a triple: {', '.join(repr(clipped(f)) for f in fields)}"
         notes.append((place, f"{said}; data.has_header true reads it as a header"))
     skipped = Skipped() if data.bad_lines == "skip" else None
-    blocks = _blocks(text, found, len(fields), data.quotes is None, count, skipped)
+    blocks = _blocks(text, found, size, data.quotes is None, count, skipped)
     header = {at: fields[at] for at in found.places.values()} if is_header else {}
     return Table(str(path), columns, found, blocks, notes, header, skipped)
 
@@ -82,26 +86,25 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
 # The first lines
 
 
-def _sample(text: Text, lines: Iterable[str]) -> list[Row]:
+def _sample(text: Text, start: bytes, count: int = SAMPLE_ROWS) -> list[Row]:
     rows: list[Row] = []
     with suppress(csv.Error):  # reading the whole file says where
-        rows.extend(islice(text.rows(lines), SAMPLE_ROWS))
+        rows.extend(islice(text.rows(io.BytesIO(start)), count))
     return rows
 
 
-def _text(path: Path, lines: Sequence[str], columns: Columns, data: DataConfig) -> Text:
+def _text(path: Path, start: bytes, columns: Columns, data: DataConfig) -> Text:
     """Return how a file is cut: by the separator that gives half of the rows enough columns."""
 
     def cut(separator: str) -> Text:
         quoted = separator not in "\t " if data.quotes is None else data.quotes
-        options = data.comments, data.skip, separator == " ", columns.of_triples
-        return Text(path, separator, quoted, *options)
+        return Text(path, separator, quoted, data.comments, data.skip, columns.of_triples)
 
     if data.separator:
         return cut(SEPARATORS.get(data.separator, data.separator))
     usual, shares = SUFFIXES.get(suffix_of(path), "\t"), {}
     for separator in dict.fromkeys((usual, *SEPARATORS.values())):
-        rows = _sample(cut(separator), lines[: data.skip + 100])
+        rows = _sample(cut(separator), start, 100)
         shares[separator] = min(0.5, _most(rows, columns)[1] / max(1, len(rows)))
     return cut(max(shares, key=lambda separator: shares[separator]))  # the first of equal ones
 
@@ -115,33 +118,28 @@ def _most(rows: Sequence[Row], columns: Columns) -> tuple[int, int]:
 _NAME = re.compile(r"[A-Za-z_#?@:][\w .:()-]{0,40}")
 
 
-def _recognized(
-    rows: Sequence[list[str]], columns: Columns, header: bool | None
-) -> tuple[bool, bool]:
-    """Return whether the first row is a header, and whether that is in doubt.
+def _is_header(first: list[str], others: list[list[str]], columns: Columns) -> bool | None:
+    """Return whether a first row is a header, or None where that is in doubt.
 
     A header has known names, or stands above numbers, or resembles no row below it.
     """
-    first, others = rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]
-    if header is not None:
-        return header, False
     if columns.are_named(first):
-        return True, False
+        return True
     below = [set(column) for column in zip(*others, strict=True)]
     if len(others) < 2 or not all(map(_NAME.fullmatch, first)) or len(set(first)) < len(first):
-        return False, False
+        return False
     if any(name in values for name in first for values in below):
-        return False, False  # the name recurs
+        return False  # the name recurs
     if any(all(map(NUMBER.fullmatch, values)) for values in below):
-        return True, False
+        return True
     shapes = [{_shape(value) for value in values} for values in below]
     unlike = [
         len(own) == 1 and own != {_shape(name)} for own, name in zip(shapes, first, strict=True)
     ]
     if sum(unlike) > 1 or len(first) != 3:
-        return sum(unlike) > 1, False
+        return sum(unlike) > 1
     relations = len(below[1])  # relations recur, and this one does not
-    return len(others) >= max(100, 10 * relations), relations < len(others)
+    return len(others) >= max(100, 10 * relations) or (None if relations < len(others) else False)
 
 
 def _shape(value: str) -> str:
@@ -173,12 +171,12 @@ def _blocks(
     def leave_out(row: arrow_csv.InvalidRow) -> None:
         if skipped is None:
             raise DataError(wrong_size(row) + text.remedy(_remedy(text, row.text)))
-        skipped.add("columns", 1, lambda _: wrong_size(row))
+        skipped.add(1, lambda _: wrong_size(row))
 
     used = sorted({*roles, *found.others.values()})
     for cells, place in read_rows(text, width, used, leave_out):
         if text.quoted:
-            has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
+            has_line_ends |= any(_has(column, "\n") for column in cells.values())
         elif strips:
             cells = {at: _bare(column) for at, column in cells.items()}
         total += len(next(iter(cells.values())))
@@ -200,13 +198,13 @@ def _remedy(text: Text, row: str) -> str:
     return "; data.bad_lines skip leaves such lines out and counts them"
 
 
-def _has(column: pa.Array, text: bytes) -> bool:
-    return text in text_of(column)[1].tobytes()
+def _has(column: pa.Array, text: str) -> bool:
+    return bool(pc.any(pc.match_substring(column, text)).as_py())
 
 
 def _bare(column: pa.Array) -> pa.Array:
     """Return labels without the quotes that are around some of them."""
-    if not _has(column, b'"'):
+    if not _has(column, '"'):
         return column
     is_quoted = pc.match_substring_regex(column, '(?s)^"(?:[^"]|"")*"$')
     inner = pc.replace_substring(pc.utf8_slice_codeunits(column, 1, -1), '""', '"')

@@ -102,20 +102,17 @@ def _files_of(directory: Path, suffixes: Sequence[str]) -> list[Path]:
     if named := [path for path in files if _split_of(path)]:
         # Triples as text and as numbers side by side are the same data.
         return [path for path in named if not has_numbers(path)] or named
-    if files == [directory / "plan.txt"] and (directory / "config.yaml").is_file():
+    is_ours = any((directory / name).is_file() for name in ("config.yaml", "train.npy"))
+    if is_ours and files in ([], [directory / "plan.txt"]):
         raise DataError(
-            f"{directory}: this is a run, not files of triples; name its folder store, or what its "
-            "config.yaml has as data.path"
+            f"{directory}: this is a prepared store or a run, not files of triples; name a store "
+            "(that of a run is its folder store), or prepare the files again if its meta.json is "
+            "gone"
         )
     if len(files) == 1:
         return files
     if not suffixes:
         raise DataError(f"{directory}: its reader has no suffixes; name the files one by one")
-    if not files and (directory / "train.npy").is_file():
-        raise DataError(
-            f"{directory}: this is a prepared store, not files of triples; give it to --data.path, "
-            "or prepare the files again if its meta.json is gone"
-        )
     if not files:
         raise DataError(
             f"{directory}: no file of triples here; looked for train, valid and test "

@@ -24,7 +24,7 @@ from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.readers.columns import Columns, Found, clipped
 from kge_torchrec.data.readers.fields import TEXT, Block, Table, no_rows, place_among
-from kge_torchrec.data.readers.text_rows import Text, first_lines, read_rows
+from kge_torchrec.data.readers.text_rows import Text, read_rows
 from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
 from kge_torchrec.errors import DataError
 
@@ -62,21 +62,17 @@ def _block(triples: Sequence[Triple]) -> Block:
 
 # N-Triples
 
-_IRI = r"<[^<>\s]*>"
+_CODE = r"(?![Dd][89A-Fa-f])[0-9A-Fa-f]{4}"  # but of half a character
+_ESCAPE = rf"\\u{_CODE}|\\U(?:0000{_CODE}|00(?:0[1-9A-Fa-f]|10)[0-9A-Fa-f]{{4}})"
+_IRI = rf"<[^<>\s\\]*(?:(?:{_ESCAPE})[^<>\s\\]*)*>"
 _NODE = rf"(?:{_IRI}|_:[^\s<>]*[^\s<>.])"
 _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?'
-_GAP = r"[ \t]*"
-_LINE = re.compile(
-    rf"{_GAP}({_NODE}){_GAP}({_IRI}){_GAP}(?:({_NODE})|{_LITERAL}){_GAP}\.{_GAP}(?:#.*)?"
-)
-_NOTHING = re.compile(rf"{_GAP}(?:#.*)?")
-_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.?)")
+_LINE = re.compile(rf"(?:({_NODE}) ?({_IRI}) ?(?:({_NODE})|{_LITERAL}) ?\.)? ?(?:#.*)?")
 
 
 def _lines(path: Path, dropped: list[int]) -> Iterator[Block]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
-    start = next(filter(_LINE.fullmatch, first_lines(path)), "")
-    text = Text(path, "\t" if start.count("\t") >= 3 > start.count(" ") else " ")
+    text = Text(path, " ")
     others: list[Triple] = []  # of lines that are no rows
     count = literals = 0
 
@@ -84,19 +80,15 @@ def _lines(path: Path, dropped: list[int]) -> Iterator[Block]:
         nonlocal count, literals
         terms = _LINE.fullmatch(written)
         if terms is None:
-            if not _NOTHING.fullmatch(written):
-                raise DataError(
-                    f"{place()}: not a line of RDF (<subject> <predicate> <object or literal> .): "
-                    f"{clipped(written, 80)!r}"
-                )
-        elif terms[3] is None:
-            literals += 1
-        else:
+            raise DataError(
+                f"{place()}: not a line of RDF (<subject> <predicate> <object or literal> .): "
+                f"{clipped(written, 80)!r}"
+            )
+        if terms[3] is not None:
             count += 1
-            try:
-                others.append(([_label(term) for term in terms.groups()], place))
-            except ValueError as error:
-                raise DataError(f"{place()}: {error}") from None
+            others.append(([_label(term) for term in terms.groups()], place))
+        elif terms[1] is not None:
+            literals += 1
 
     def leave_out(row: InvalidRow) -> None:
         number = row.number
@@ -113,18 +105,16 @@ def _lines(path: Path, dropped: list[int]) -> Iterator[Block]:
         rows, left = np.flatnonzero(is_read), np.flatnonzero(~(is_read | is_literal))
         terms = [column.take(pa.array(left)).to_pylist() for column in cells.values()]
         for row, written in zip(left.tolist(), zip(*terms, strict=True), strict=True):
-            parse(text.separator.join(written), partial(place, row))
+            parse(" ".join(written), partial(place, row))
         columns = [head, relation, tail]
         if len(rows) < len(dot):
             columns = [column.take(pa.array(rows)) for column in columns]
         labels = {at: pc.utf8_trim(column, "<>") for at, column in enumerate(columns)}
         count += len(rows)
         yield labels, place_among(place, rows)
-        if others:
-            yield _block(others)
-            others = []
-    if others:
         yield _block(others)
+        others = []
+    yield _block(others)
     dropped.append(literals)
     if not count + literals:
         raise no_rows(path, Columns())
@@ -145,15 +135,10 @@ def _as_numpy(mask: pa.Array) -> np.ndarray:
 
 
 def _label(term: str) -> str:
-    """Return the label of an IRI or a blank node; raise ValueError for an escape of nothing."""
-    return term if term.startswith("_:") else _ESCAPE.sub(_character, term[1:-1])
-
-
-def _character(match: re.Match[str]) -> str:
-    code = int(match[1][1:], 16) if len(match[1]) > 1 else 0xD800
-    if code >= 0x110000 or 0xD800 <= code < 0xE000 or chr(code) in '<>"\\' or code <= ord(" "):
-        raise ValueError(f"the escape {match[0]!r} stands for no character of an IRI")
-    return chr(code)
+    """Return the label of an IRI or a blank node."""
+    if term.startswith("_:"):
+        return term
+    return re.sub(_ESCAPE, lambda match: chr(int(match[0][2:], 16)), term[1:-1])
 
 
 # The other formats

@@ -6,19 +6,19 @@ import csv
 import io
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.readers.fields import TEXT, Block
-from kge_torchrec.data.streams import lines as numbered_lines
-from kge_torchrec.data.streams import open_bytes, unreadable
+from kge_torchrec.data.streams import BYTE_ORDER_MARK, open_bytes, unreadable
 from kge_torchrec.errors import DataError
 
 SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "blanks": " "}
@@ -36,11 +36,10 @@ class Text:
     """How the lines of a file become rows of fields."""
 
     path: Path
-    separator: str
+    separator: str  # a character; for a blank, several blanks or tabs are one
     quoted: bool = False  # whether quotes around a field may hold separators and line ends
     comments: str = ""  # the start of lines that are left out
     skip: int = 0  # lines before the rows
-    squeeze: bool = False  # whether several blanks or tabs are one blank
     has_keys: bool = True  # whether keys of the config act on the file, as on files of triples
 
     @property
@@ -51,44 +50,74 @@ class Text:
         """Return what a message says of keys; nothing where no key acts."""
         return text if self.has_keys else ""
 
-    def rows(self, lines: Iterable[str], strict: bool = False) -> Iterator[Row]:
-        """Yield the rows of lines without line ends; blank lines and comments are no rows.
+    def blocks(self, stream: IO[bytes]) -> Iterator[bytes]:
+        """Yield some lines at a time, of which comments are empty, and gaps one blank.
 
-        Raises:
-            csv.Error: With ``strict``, quotes that are not closed or that text follows.
+        Raises DataError for bytes that are no UTF-8.  pyarrow would notice them too late: it
+        decodes a row to say that its number of columns is wrong.
         """
-        number, gap = 0, None if self.separator == " " else self.separator
+        start = re.escape(self.comments.encode())
+        comment = re.compile(rb"(?<![^\r\n])" + start + rb"[^\r\n]*")
+        block, rest, number = b"\n", b"", 1
+        while block:
+            block = stream.read(BLOCK_BYTES)
+            lines = rest + block
+            end = lines.rfind(b"\n") + 1 if block else len(lines)
+            lines, rest = lines[:end], lines[end:]
+            if not lines.isascii():
+                self._check(lines, number)
+                lines = lines.removeprefix(BYTE_ORDER_MARK) if number == 1 else lines
+            number += lines.count(b"\n")
+            if start:
+                lines = comment.sub(b"", lines)
+            if self.separator == " ":
+                lines = b"\n" + lines.replace(b"\t", b" ")
+                for gap in (b"  ", b"\n ", b" \n", b" \r"):
+                    while gap in lines:
+                        lines = lines.replace(gap, gap.replace(b" ", b"", 1))
+                lines = lines[1:]
+            if lines:
+                yield lines
 
-        def kept() -> Iterator[str]:
-            nonlocal number
-            for line in lines:
-                number += 1
-                is_comment = self.comments and line.startswith(self.comments)
-                if number > self.skip and not is_comment and (line if gap else line.strip()):
-                    yield line + "\n"
+    def _check(self, lines: bytes, number: int) -> None:
+        try:
+            lines.decode()
+        except UnicodeDecodeError as error:
+            number += lines.count(b"\n", 0, error.start)
+            place = error.start - lines.rfind(b"\n", 0, error.start)
+            raise DataError(
+                f"{self.path}:{number}: invalid UTF-8 (byte 0x{lines[error.start]:02x} at "
+                f"position {place} of the line); convert the file to UTF-8"
+            ) from error
 
-        rows: Iterable[list[str]] = (line[:-1].split(gap) for line in kept())
+    def rows(self, stream: IO[bytes], strict: bool = False) -> Iterator[Row]:
+        """Yield the rows, without blank lines: slow, for the first ones or to name a line.
+
+        With ``strict``, raises csv.Error for quotes that are not closed or that text follows.
+        """
+        texts = (block.decode() for block in self.blocks(stream))
+        every = (line for text in texts for line in io.StringIO(text, newline=None))
+        lines = islice(every, self.skip, None)
         if self.quoted:
-            rows = csv.reader(kept(), delimiter=self.separator, strict=strict)
-        for fields in rows:
-            yield number, fields
-
-    def all_rows(self, strict: bool = False) -> Iterator[Row]:
-        """Yield the rows of the whole file: slow, to name a line."""
-        with io.BufferedReader(open_bytes(self.path), 1 << 20) as stream:
-            text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=None)
-            yield from self.rows((line.removesuffix("\n") for line in text), strict)
+            reader = csv.reader(lines, delimiter=self.separator, strict=strict)
+            yield from ((self.skip + reader.line_num, fields) for fields in reader if fields)
+        for number, line in enumerate(lines, self.skip + 1):
+            if line := line.removesuffix("\n"):
+                yield number, line.split(self.separator)
 
     def line_of(self, row: int) -> int:
         """Return the line of a row by pyarrow's number, which does not count blank lines."""
-        return next(islice(self.all_rows(), row - self.skip - 1, None), (row, []))[0]
+        with open_bytes(self.path) as stream, suppress(csv.Error):  # of a field that is too long
+            return next(islice(self.rows(stream), row - self.skip - 1, None), (row, []))[0]
+        return row
 
     def check_quotes(self) -> None:
         """Raise DataError for a quote that is not closed, or that text follows."""
         last = self.skip
         try:
-            for row in self.all_rows(strict=True):
-                last = row[0]
+            with open_bytes(self.path) as stream:
+                for row in self.rows(stream, strict=True):
+                    last = row[0]
         except csv.Error as error:
             remedy = self.remedy(", or read quotes as text with data.quotes false")
             raise DataError(
@@ -97,17 +126,15 @@ class Text:
             ) from None
 
 
-def first_lines(path: Path) -> list[str]:
-    """Return the lines at the start of a file, without line ends."""
+def first_bytes(path: Path) -> bytes:
+    """Return the lines at the start of a file."""
     try:
         with open_bytes(path) as stream:
-            start = stream.read(SAMPLE_BYTES)
+            start: bytes = stream.read(SAMPLE_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path}:1: this is UTF-16; convert the file to UTF-8")
-    lines = re.split("\r\n|\r|\n", start.decode("utf-8-sig", "replace"))
-    return lines[:-1] if len(start) == SAMPLE_BYTES and len(lines) > 1 else lines
+    end = start.rfind(b"\n") + 1 if len(start) == SAMPLE_BYTES else 0
+    return start[:end] if end else start
 
 
 def read_rows(
@@ -137,7 +164,7 @@ def read_rows(
     try:
         with open_bytes(text.path) as file:
             batches = arrow_csv.open_csv(
-                _Cleaned(file, text),
+                _File(text.blocks(file)),
                 # With threads, rows would have no numbers.
                 read_options=arrow_csv.ReadOptions(
                     column_names=[str(at) for at in range(width)],
@@ -169,7 +196,9 @@ def read_rows(
                     partial(_place, text, first, gaps),
                 )
     except pa.ArrowInvalid as error:
-        raise _damage(text, wrong, error) from None
+        if text.quoted:
+            text.check_quotes()
+        raise wrong or DataError(f"{text.path}: {error}") from None
     except OSError as error:
         raise unreadable(text.path, error) from error
 
@@ -181,71 +210,15 @@ def _place(text: Text, first: int, gaps: Sequence[int], row: int) -> str:
     return f"{text.path}:{text.line_of(number)}"
 
 
-class _Cleaned:
-    """A file for pyarrow without comments, and with one blank for each gap if `Text.squeeze`.
-
-    Bytes that are no UTF-8 raise DataError.  pyarrow would notice them too late: it decodes a row
-    to say that its number of columns is wrong.
-    """
+class _File:
+    """Blocks as a file that pyarrow reads."""
 
     closed = False
 
-    def __init__(self, stream: IO[bytes], text: Text):
-        self._stream, self._text, self._rest, self._number = stream, text, b"", 1
-        start = re.escape(text.comments.encode())
-        line = rb"(?<![^\r\n])(?:\xef\xbb\xbf)?" + start + rb"[^\r\n]*"
-        self._comment = re.compile(line) if start else None
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks = blocks
 
-    def read(self, size: int) -> bytes:
-        """Return whole lines, about so many bytes."""
-        while True:
-            block = self._stream.read(size)
-            lines = self._rest + block
-            end = lines.rfind(b"\n") + 1 if block else len(lines)
-            lines, self._rest = lines[:end], lines[end:]
-            if not lines.isascii():
-                self._check(lines)
-            self._number += lines.count(b"\n")
-            lines = self._clean(lines)
-            if lines or not block:
-                return lines
+    def read(self, _: Any) -> bytes:
+        return next(self._blocks, b"")
 
-    def _check(self, lines: bytes) -> None:
-        try:
-            lines.decode()
-        except UnicodeDecodeError as error:
-            number = self._number + lines.count(b"\n", 0, error.start)
-            place = error.start - lines.rfind(b"\n", 0, error.start)
-            raise DataError(
-                f"{self._text.path}:{number}: invalid UTF-8 (byte 0x{lines[error.start]:02x} at "
-                f"position {place} of the line); convert the file to UTF-8"
-            ) from error
-
-    def _clean(self, lines: bytes) -> bytes:
-        if self._comment is not None:
-            lines = self._comment.sub(b"", lines)
-        if self._text.squeeze:
-            lines = b"\n" + lines.replace(b"\t", b" ")
-            for gap in (b"  ", b"\n ", b" \n", b" \r"):
-                while gap in lines:
-                    lines = lines.replace(gap, gap.replace(b" ", b"", 1))
-            lines = lines[1:]
-        return lines
-
-    def close(self) -> None:
-        """Close nothing: the caller closes the stream."""
-
-
-def _damage(text: Text, wrong: DataError | None, error: Exception) -> DataError:
-    """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
-    try:
-        if text.quoted:
-            text.check_quotes()
-    except DataError as found:
-        return found
-    for number, line in () if wrong else numbered_lines(text.path):
-        if len(line) > BLOCK_BYTES // 4:
-            wrong = DataError(
-                f"{text.path}:{number}: a line of {len(line):,} bytes; is a line end missing?"
-            )
-    return wrong or DataError(f"{text.path}: {error}")
+    def close(self) -> None: ...

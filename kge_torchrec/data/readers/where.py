@@ -1,13 +1,12 @@
 """Filter rows by an expression on columns, such as ``rating >= 4 and kind in ["buy", "view"]``.
 
 The grammar is Python's; pyarrow evaluates whole columns.  A column that is compared with a number
-is read as numbers.  Backticks quote a name that is no Python name, such as ``order date``.
+is read as numbers.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from functools import reduce
 
@@ -34,16 +33,9 @@ class Where:
 
     def __init__(self, text: str):
         self._text = text
-        quoted = re.findall("`([^`]+)`", text)
-        plain = iter(range(len(quoted)))
-        python = re.sub("`[^`]+`", lambda _: f"_{next(plain)}_", text)
         try:
-            self._tree = ast.parse(python.strip(), mode="eval").body
-            columns = [node for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
-            for column in columns:
-                if re.fullmatch("_[0-9]+_", column.id):
-                    column.id = quoted[int(column.id[1:-1])]
-            self.names = [column.id for column in columns]
+            self._tree = ast.parse(text.strip(), mode="eval").body
+            self.names = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
             self(dict.fromkeys(self.names, pa.array([], pa.large_string())))
         except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise self._wrong(getattr(error, "msg", str(error))) from None
@@ -59,44 +51,37 @@ class Where:
         )
 
     def _test(self, node: ast.AST, columns: Mapping[str, pa.Array]) -> pa.Array:
-        if isinstance(node, ast.BoolOp):
-            join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
-            return reduce(join, [self._test(part, columns) for part in node.values])
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return pc.invert(self._test(node.operand, columns))
-        if not (
-            isinstance(node, ast.Compare)
-            and isinstance(node.left, ast.Name)
-            and len(node.ops) == 1
-            and type(node.ops[0]) in _COMPARE
-        ):
-            raise ValueError(f"{ast.unparse(node)!r} compares no column with a value")
-        operator, name = node.ops[0], node.left.id
-        is_in = isinstance(operator, ast.In | ast.NotIn)
+        match node:
+            case ast.BoolOp(op, parts):
+                join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
+                return reduce(join, [self._test(part, columns) for part in parts])
+            case ast.UnaryOp(ast.Not(), operand):
+                return pc.invert(self._test(operand, columns))
+            case ast.Compare(ast.Name(name), [op], [other]) if type(op) in _COMPARE:
+                return self._compared(name, columns[name], op, other)
+        raise ValueError(f"{ast.unparse(node)!r} compares no column with a value")
+
+    def _compared(self, name: str, column: pa.Array, op: ast.cmpop, other: ast.expr) -> pa.Array:
+        """Compare a column, as text, or as numbers with null for an empty cell."""
+        is_in = isinstance(op, ast.In | ast.NotIn)
         try:
-            value = ast.literal_eval(node.comparators[0])
+            value = ast.literal_eval(other)
         except ValueError:
             value = None
         values = value if is_in else [value]
         kinds = {type(part) for part in values} if isinstance(values, list | tuple) else set()
         if kinds != {str} and not (kinds and kinds <= {int, float}):
-            raise ValueError(
-                f"{ast.unparse(node.comparators[0])!r} is no number, no text and no list of them"
-            )
+            raise ValueError(f"{ast.unparse(other)!r} is no number, no text and no list of them")
         kind = pa.large_string() if kinds == {str} else pa.float64()
-        column = self._typed(name, columns[name], kind)
-        if not is_in:
-            return _COMPARE[type(operator)](column, value)
-        known = pc.is_in(column, value_set=pa.array(values, kind))
-        return known if isinstance(operator, ast.In) else pc.invert(known)
-
-    def _typed(self, name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
-        """Return a column as text, or as numbers with null for an empty cell."""
-        if pa.types.is_floating(kind) and pa.types.is_large_string(column.type):
+        if kinds != {str} and pa.types.is_large_string(column.type):
             column = pc.if_else(pc.equal(pc.utf8_trim_whitespace(column), ""), None, column)
         try:
-            return column.cast(kind)
+            column = column.cast(kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise self._wrong(
                 f"the column {name!r} has other values than numbers: {error}"
             ) from None
+        if not is_in:
+            return _COMPARE[type(op)](column, value)
+        known = pc.is_in(column, value_set=pa.array(values, kind))
+        return known if isinstance(op, ast.In) else pc.invert(known)
