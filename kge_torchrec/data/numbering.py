@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -48,6 +48,7 @@ def number(
     batches: Iterable[tuple[str, pa.RecordBatch]],
     folder: Path,
     known: tuple[pa.Array, pa.Array] = (NO_LABELS, NO_LABELS),
+    before: Mapping[str, Rows] | None = None,
     others: Callable[[], pa.Array] | None = None,
 ) -> tuple[pa.Array, pa.Array, dict[str, Rows]]:
     """Return the labels of batches in order of id (entities, mapped; relations); rows by split.
@@ -57,13 +58,15 @@ def number(
             (float32) and time (float64, or microseconds) where there are some.
         folder: The folder for files.
         known: Labels of entities and of relations that have the first ids, in this order.
+        before: Rows of each split, with these ids, which come first.  If they or new triples of the
+            split have weights, triples without one weigh 1.
         others: Returns, once the batches are read, distinct labels of entities that may be in no
             triple.
 
     Raises:
         DataError: Only some triples of a split have weights, or times are numbers and dates.
     """
-    known_entities, relations = known
+    (known_entities, relations), before = known, before or {}
     parts: list[tuple[str, int]] = []  # split and rows of each batch
     bounds: list[np.ndarray] = []  # where its labels of each bucket start among all, (B + 1,)
     dtypes: dict[tuple[str, str], set[np.dtype]] = defaultdict(set)  # of weights and times
@@ -74,8 +77,18 @@ def number(
 
         labels = AppendedLabels(scratch(), scratch())
         columns: dict[tuple[str, str], IO[bytes]] = defaultdict(scratch)
+        weighted = {split for split, rows in before.items() if rows.weights is not None}
+        for split, rows in before.items():
+            own = _ones(rows.triples) if rows.weights is None else rows.weights
+            columns[split, "codes"].write(np.ascontiguousarray(rows.triples).data)
+            columns[split, WEIGHT].write(np.ascontiguousarray(own).data)
+            dtypes[split, WEIGHT].add(own.dtype)
         filled = (item for item in batches if item[1].num_rows)
         for split, codes, names, entities, others_of in map_prefetched(_encoded, filled):
+            if WEIGHT in others_of:
+                weighted.add(split)
+            elif split in before:
+                others_of[WEIGHT] = _ones(codes)
             relations, (number_of,) = _encode_behind(relations, [names])
             codes[:, RELATION] = number_of[codes[:, RELATION]]
             columns[split, "codes"].write(codes.data)
@@ -91,15 +104,17 @@ def number(
         ids = _number_buckets(labels.read(), bounds, known_entities, distinct, folder)
         order = _alphabetical(relations, len(known[1]))
         relation_ids, splits = inverse(order), {}
-        for split in dict.fromkeys(split for split, _ in parts):
+        for split in dict.fromkeys([*before, *(split for split, _ in parts)]):
             splits[split] = Rows(mapped(columns[split, "codes"], np.int32).reshape(-1, 3))
-        done = dict.fromkeys(splits, 0)
-        for (split, rows), own in zip(parts, bounds, strict=False):
-            here, ends = splits[split].triples[done[split] :][:rows], ids[own[0] : own[-1]]
+        done = {split: len(before.get(split, NO_ROWS).triples) for split in splits}
+        for (split, count), at in zip(parts, bounds, strict=False):
+            here, ends = splits[split].triples[done[split] :][:count], ids[at[0] : at[-1]]
             here[:, [HEAD, TAIL]] = ends[here[:, [HEAD, TAIL]]]
             here[:, RELATION] = relation_ids[here[:, RELATION]]
-            done[split] += rows
+            done[split] += count
         for (split, name), (dtype, *more) in dtypes.items():
+            if name == WEIGHT and split not in weighted:
+                continue
             if more:
                 raise DataError(f"{split}: some of its times are numbers and others dates")
             values = mapped(columns[split, name], dtype)
@@ -108,6 +123,10 @@ def number(
             field = "weights" if name == WEIGHT else "times"
             splits[split] = splits[split]._replace(**{field: values})
         return distinct.read(), relations.take(pa.array(order)), splits
+
+
+def _ones(rows: np.ndarray) -> np.ndarray:
+    return np.ones(len(rows), np.float32)
 
 
 class _ByBucket(NamedTuple):

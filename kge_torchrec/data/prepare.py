@@ -30,7 +30,7 @@ from kge_torchrec.data.readers.lists import read_pairs
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.reading import Source, open_sources
 from kge_torchrec.data.report import notes as data_notes
-from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats, new_array
+from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats
 from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore, weights_name
 from kge_torchrec.data.store.contents import (
@@ -191,24 +191,26 @@ def _write(
         # Read and number.
         known = (NO_LABELS,) * 2 if base is None else (base.entities.array, base.relations.array)
         others = None if data.features is None else entities_of_features
-        entities, relations, splits = number(batches, work, known, others)
+        before: dict[str, Rows] = {}
+        if base is not None:
+            before = {split: Rows(base.split(split), base.weights(split)) for split in SPLITS}
+            batches = (("train" if split == WHOLE else split, rows) for split, rows in batches)
+        entities, relations, splits = number(batches, work, known, before, others)
         notes = source.report()
         first = splits.get("train", splits.get(WHOLE))
-        if not splits or (base is None and first is None):
+        if first is None:
             remedy = "check the train file or data.split.ratio"
             if literals := sum(notes["literals"].values()):
                 remedy = f"{literals:,} have a literal as object; take them with data.literals keep"
             raise DataError(f"no training triples: {remedy}")
-        if data.weights == "loss" and (first is None or first.weights is None):
+        if data.weights == "loss" and first.weights is None:
             raise DataError(
                 "the training triples have no weights: give each a fourth column, a positive number"
             )
-        # Keep each triple once, behind those of the base.
-        old: dict[str, int] = {}
+        # Keep each triple once.
         if base is not None:
             notes["extends"] = asdict(base.size)
-            old = {split: len(base.split(split)) for split in SPLITS}
-            splits = {split: _behind(base, split, splits, work) for split in SPLITS}
+        old = {split: len(rows.triples) for split, rows in before.items()}
         sizes = len(entities), len(relations)
         is_whole = WHOLE in splits
         splits, notes["duplicates"] = _without_repeats(splits, sizes, most, work, old)
@@ -249,32 +251,6 @@ def _write(
             features = features.longer(len(entities))
         finish_store(folder, entities, relations, notes, table, features, most)
     return TripleStore.open(output)
-
-
-def _behind(base: TripleStore, split: str, splits: Mapping[str, Rows], work: Path) -> Rows:
-    """Return the rows of a split of ``base``, then the new ones.
-
-    New triples without a split are training triples.  Where either has weights, triples without one
-    weigh 1.
-    """
-    new = splits.get(WHOLE if split == "train" and WHOLE in splits else split, NO_ROWS)
-    both = base.split(split), new.triples
-    triples = _joined(*both, work / f"{split}-joined")
-    own = base.weights(split), new.weights
-    if own[0] is None and own[1] is None:
-        return Rows(triples)
-    before, after = (
-        np.ones(len(rows), np.float32) if weight is None else weight
-        for rows, weight in zip(both, own, strict=True)
-    )
-    return Rows(triples, _joined(before, after, work / f"{split}-weights-joined"))
-
-
-def _joined(before: np.ndarray, after: np.ndarray, path: Path) -> np.ndarray:
-    joined = new_array(path, before.dtype, (len(before) + len(after), *before.shape[1:]))
-    joined[: len(before)] = before
-    joined[len(before) :] = after
-    return joined
 
 
 def _without_repeats(

@@ -45,7 +45,7 @@ def test_files_without_a_split_go_to_train(base, tmp_path):
 def test_invalid_new_triples_are_reported(base, tmp_path):
     with pytest.raises(DataError, match="none of the triples is new"):
         extend_store(base, {"train": OLD["train"]}, tmp_path / "new")
-    with pytest.raises(DataError, match="no training triples"):
+    with pytest.raises(DataError, match="none of the triples is new"):
         extend_store(base, {"train": []}, tmp_path / "new")
     with pytest.raises(DataError, match=r"'new' .1 triples in test"):
         extend_store(base, {"test": [("a", "new", "b")]}, tmp_path / "new")

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.labels import LONGEST, first_fault
+from kge_torchrec.data.labels import LONGEST, faulty
 from kge_torchrec.data.labels import fault_of as why_no_label
 from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.readers.files import find_sources
@@ -252,24 +252,15 @@ def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch):
 TEXT = st.text(st.sampled_from("ab \t\u00a0\u3000\0é"), max_size=3) | st.text(max_size=3)
 
 
-@given(labels=st.lists(TEXT | st.none()), start=st.integers(0, 9), length=st.integers(0, 9))
+@given(labels=st.lists(TEXT), start=st.integers(0, 9), length=st.integers(0, 9))
 @example(labels=["\0", "a"], start=1, length=1)
 @example(labels=["a", "\0"], start=1, length=1)
-def test_first_invalid_label_is_found(labels, start, length):
+@example(labels=["q" * LONGEST, "é" * (LONGEST // 2) + "q"], start=0, length=2)
+def test_texts_that_are_no_labels_are_found(labels, start, length):
     """In a slice too, whose bytes lie among those of others."""
     array = pa.array(labels, pa.large_string()).slice(start, length)
-    bad = [
-        label or ""
-        for label in labels[start : start + length]
-        if not label or label.isspace() or "\0" in label
-    ]
-    assert first_fault(array) == (why_no_label(bad[0]) if bad else None)
-
-
-def test_label_length_is_limited():
-    assert why_no_label("q" * LONGEST) is None
-    assert "has 65,537 bytes, and a label at most 65,536" in why_no_label(
-        "é" * (LONGEST // 2) + "q"
-    )
-    assert first_fault(pa.array(["a", "q" * LONGEST], pa.large_string())) is None
-    assert first_fault(pa.array(["a", "q" * (LONGEST + 1)], pa.large_string()))
+    reasons = [why_no_label(label) for label in array.to_pylist()]
+    assert faulty(array).to_pylist() == [reason is not None for reason in reasons]
+    for label, reason in zip(array.to_pylist(), reasons, strict=True):
+        size = len(label.encode())
+        assert (reason is None) == (bool(label.strip()) and "\0" not in label and size <= LONGEST)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import TIME, WEIGHT
-from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
+from kge_torchrec.data.labels import fault_of, faulty
 from kge_torchrec.data.readers.columns import Columns, Found
 from kge_torchrec.errors import DataError
 
@@ -147,13 +147,8 @@ class _Rows:
         column = self.columns[role]
         if not pa.types.is_large_string(column.type):
             column = self.columns[role] = self._as_text(role, column)
-        if first_fault(column) is None:
-            return
         text = pc.fill_null(column, "")
-        size = pc.binary_length(text)
-        bad = pc.or_(pc.equal(size, 0), pc.greater(size, LONGEST))
-        bad = pc.or_(bad, pc.or_(pc.utf8_is_space(text), pc.match_substring(text, "\0")))
-        self.refuse(bad, lambda label: f"the {role} {fault_of(label)}", text)
+        self.refuse(faulty(text), lambda label: f"the {role} {fault_of(label)}", text)
 
     def _as_text(self, role: str, column: pa.Array) -> pa.Array:
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
