@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,9 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import HEAD, RELATION, TAIL, TIME, WEIGHT
+from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL, TIME, WEIGHT
 from kge_torchrec.data.labels import AppendedLabels, mapped, text_of
 from kge_torchrec.data.sort import scratch_array
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
@@ -47,8 +48,7 @@ NO_ROWS = Rows(np.empty((0, 3), np.int32))
 def number(
     batches: Iterable[tuple[str, pa.RecordBatch]],
     folder: Path,
-    known: tuple[pa.Array, pa.Array] = (NO_LABELS, NO_LABELS),
-    before: Mapping[str, Rows] | None = None,
+    base: TripleStore | None = None,
     others: Callable[[], pa.Array] | None = None,
 ) -> tuple[pa.Array, pa.Array, dict[str, Rows]]:
     """Return the labels of batches in order of id (entities, mapped; relations); rows by split.
@@ -57,16 +57,16 @@ def number(
         batches: Split, and a batch of the large_string columns head, relation, tail, and of weight
             (float32) and time (float64, or microseconds) where there are some.
         folder: The folder for files.
-        known: Labels of entities and of relations that have the first ids, in this order.
-        before: Rows of each split, with these ids, which come first.  If they or new triples of the
-            split have weights, triples without one weigh 1.
+        base: Its labels keep their ids, and its rows come first.  If they or new triples of a split
+            have weights, triples without one weigh 1.
         others: Returns, once the batches are read, distinct labels of entities that may be in no
             triple.
 
     Raises:
         DataError: Only some triples of a split have weights, or times are numbers and dates.
     """
-    (known_entities, relations), before = known, before or {}
+    known = (NO_LABELS,) * 2 if base is None else (base.entities.array, base.relations.array)
+    relations = known[1]
     parts: list[tuple[str, int]] = []  # split and rows of each batch
     bounds: list[np.ndarray] = []  # where its labels of each bucket start among all, (B + 1,)
     dtypes: dict[tuple[str, str], set[np.dtype]] = defaultdict(set)  # of weights and times
@@ -77,17 +77,21 @@ def number(
 
         labels = AppendedLabels(scratch(), scratch())
         columns: dict[tuple[str, str], IO[bytes]] = defaultdict(scratch)
-        weighted = {split for split, rows in before.items() if rows.weights is not None}
-        for split, rows in before.items():
-            own = _ones(rows.triples) if rows.weights is None else rows.weights
-            columns[split, "codes"].write(np.ascontiguousarray(rows.triples).data)
-            columns[split, WEIGHT].write(np.ascontiguousarray(own).data)
-            dtypes[split, WEIGHT].add(own.dtype)
+        done: dict[str, int] = {}
+        weighted = set()
+        if base is not None:
+            for split in SPLITS:
+                rows, weights = base.split(split), base.weights(split)
+                weighted |= set() if weights is None else {split}
+                weights = _ones(rows) if weights is None else weights
+                columns[split, "codes"].write(np.ascontiguousarray(rows).data)
+                columns[split, WEIGHT].write(np.ascontiguousarray(weights).data)
+                done[split], dtypes[split, WEIGHT] = len(rows), {weights.dtype}
         filled = (item for item in batches if item[1].num_rows)
         for split, codes, names, entities, others_of in map_prefetched(_encoded, filled):
             if WEIGHT in others_of:
                 weighted.add(split)
-            elif split in before:
+            elif base is not None:
                 others_of[WEIGHT] = _ones(codes)
             relations, (number_of,) = _encode_behind(relations, [names])
             codes[:, RELATION] = number_of[codes[:, RELATION]]
@@ -101,12 +105,12 @@ def number(
             last = _by_bucket(others())
             bounds.append(labels.add(last.labels) + last.bounds)
         distinct = AppendedLabels(scratch(), scratch())
-        ids = _number_buckets(labels.read(), bounds, known_entities, distinct, folder)
+        ids = _number_buckets(labels.read(), bounds, known[0], distinct, folder)
         order = _alphabetical(relations, len(known[1]))
         relation_ids, splits = inverse(order), {}
-        for split in dict.fromkeys([*before, *(split for split, _ in parts)]):
+        for split in [split for split, name in columns if name == "codes"]:
             splits[split] = Rows(mapped(columns[split, "codes"], np.int32).reshape(-1, 3))
-        done = {split: len(before.get(split, NO_ROWS).triples) for split in splits}
+            done.setdefault(split, 0)
         for (split, count), at in zip(parts, bounds, strict=False):
             here, ends = splits[split].triples[done[split] :][:count], ids[at[0] : at[-1]]
             here[:, [HEAD, TAIL]] = ends[here[:, [HEAD, TAIL]]]

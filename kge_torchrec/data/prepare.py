@@ -24,7 +24,7 @@ from kge_torchrec.config.parser import data_config
 from kge_torchrec.data import FEATURES, HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import features_from
 from kge_torchrec.data.labels import taken
-from kge_torchrec.data.numbering import NO_LABELS, NO_ROWS, Rows, inverse, number
+from kge_torchrec.data.numbering import NO_ROWS, Rows, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.lists import read_pairs
 from kge_torchrec.data.readers.tables import InMemory
@@ -189,13 +189,10 @@ def _write(
         work = folder / "work"
         work.mkdir()
         # Read and number.
-        known = (NO_LABELS,) * 2 if base is None else (base.entities.array, base.relations.array)
         others = None if data.features is None else entities_of_features
-        before: dict[str, Rows] = {}
         if base is not None:
-            before = {split: Rows(base.split(split), base.weights(split)) for split in SPLITS}
             batches = (("train" if split == WHOLE else split, rows) for split, rows in batches)
-        entities, relations, splits = number(batches, work, known, before, others)
+        entities, relations, splits = number(batches, work, base, others)
         notes = source.report()
         first = splits.get("train", splits.get(WHOLE))
         if first is None:
@@ -208,9 +205,10 @@ def _write(
                 "the training triples have no weights: give each a fourth column, a positive number"
             )
         # Keep each triple once.
+        old: dict[str, int] = {}
         if base is not None:
             notes["extends"] = asdict(base.size)
-        old = {split: len(rows.triples) for split, rows in before.items()}
+            old = {split: len(base.split(split)) for split in SPLITS}
         sizes = len(entities), len(relations)
         is_whole = WHOLE in splits
         splits, notes["duplicates"] = _without_repeats(splits, sizes, most, work, old)
