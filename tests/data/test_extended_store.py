@@ -67,6 +67,14 @@ def test_triples_without_weight_have_weight_one(tmp_path, old, new, weights):
     assert (None if results is None else results.tolist()) == weights
 
 
+def test_repeat_of_an_old_triple_leaves_its_weight(tmp_path):
+    base = prepare({"train": [("a", "r", "b", 1.0), ("b", "r", "c", 2.0)]}, tmp_path / "old")
+    new = [("a", "r", "b", 9.0), ("n", "r", "a", 3.0), ("n", "r", "a", 4.0)]
+    store = extend_store(base, {"train": new}, tmp_path / "new")
+    assert store.weights("train").tolist() == [1, 2, 4]
+    assert store.report["duplicates"]["train"] == 2
+
+
 def test_columns_of_new_files_are_read_by_the_given_names(base, tmp_path):
     (tmp_path / "new.csv").write_text("who,how,whom\nn,r,a\n")
     columns = "head=who,relation=how,tail=whom"

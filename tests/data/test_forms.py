@@ -191,6 +191,9 @@ FORMS = {
         {"x.tsv": "drug\teffect\tdisease\nDB01\ttreats\tD001\nDB02\tcauses\tD002\nDB03\ttreats\tD001\n"},
         "DB01 treats D001, DB02 causes D002, DB03 treats D001", "read as a header",
     ),
+    "a header behind a byte order mark": form(
+        {"x.csv": "\ufeffhead,relation,tail\r\na,r,b\r\n"}, "a r b", "head 'head'"
+    ),
     "a header that repeats": form(
         {"x.csv": "head,relation,tail\na,r,b\nhead,relation,tail\nb,s,c\n"}, None,
         "x.csv:3: the header again", 

@@ -72,6 +72,9 @@ def test_many_blocks(tmp_path, monkeypatch):
     rows = [(f"e{i}", f"r{i % 7}", f"e{i * 31 % 501}") for i in range(500)]
     assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
     assert rows_of(write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows)))) == rows
+    for size in range(60, 70):  # cuts the first lines inside a character
+        monkeypatch.setattr(text_rows, "SAMPLE_BYTES", size)
+        assert rows_of(write(tmp_path / "y.tsv", tsv([("é", "é", "é")] * 20))) == [("é",) * 3] * 20
     blanks = b"".join(b" " + b"   ".join(map(str.encode, row)) + b" \r\n" for row in rows)
     commented = blanks.replace(b"\n", b"\n# a b c\n")
     assert rows_of(write(tmp_path / "x.txt", commented), comments="#") == rows
