@@ -275,14 +275,15 @@ def parse_columns(columns: Any, key: str = "data.columns") -> dict[str, Any]:
     Raises:
         DataError: A role is unknown, or its column is no name and no position.
     """
+    given = columns
     if isinstance(columns, str):
         parts = (part.partition("=")[::2] for part in columns.split(","))
-        given = {role.strip(): place.strip() for role, place in parts}
-        columns = {r: int(at) if re.fullmatch("-?[0-9]+", at) else at for r, at in given.items()}
+        named = {role.strip(): place.strip() for role, place in parts}
+        columns = {r: int(at) if re.fullmatch("-?[0-9]+", at) else at for r, at in named.items()}
     if not isinstance(columns, Mapping) or "" in columns.values():
         raise DataError(
             f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0, "
-            f"or a mapping of them, got {columns!r}"
+            f"got {given!r}"
         )
     for role, place in columns.items():
         if role not in ROLES:
