@@ -54,12 +54,6 @@ def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return starts - starts[0], codes[starts[0] : starts[-1]]
 
 
-def labels_from(starts: np.ndarray, text: np.ndarray) -> pa.Array:
-    """Return labels (N,) in place, from what `text_of` returns; the arrays may be mapped."""
-    buffers = [None, pa.py_buffer(starts), pa.py_buffer(text)]
-    return pa.Array.from_buffers(pa.large_string(), len(starts) - 1, buffers)
-
-
 def hash_of(label: str) -> int:
     """Return the hash of a label, 64 bits, as ``numbering.hashes`` of many labels."""
     code = 14695981039346656037
@@ -86,7 +80,9 @@ class AppendedLabels:
 
     def read(self) -> pa.Array:
         """Return all labels; the files may be closed then."""
-        return labels_from(mapped(self._starts, np.int64), mapped(self._text, np.uint8))
+        arrays = mapped(self._starts, np.int64), mapped(self._text, np.uint8)
+        buffers = [None, *map(pa.py_buffer, arrays)]
+        return pa.Array.from_buffers(pa.large_string(), self._count, buffers)
 
 
 def mapped(file: IO[bytes], dtype: DTypeLike) -> np.ndarray:
