@@ -21,8 +21,7 @@ from kge_torchrec.data.readers.columns import (
     EDGE,
     TYPES,
     Columns,
-    parse_columns,
-    parse_kinds,
+    given_columns,
     plain,
     role_of,
 )
@@ -167,18 +166,11 @@ def open_sources(
 
 def columns_of(data: DataConfig, times: bool) -> Columns:
     """Return the columns of triples by the keys of ``data``."""
-    places = {} if data.columns is None else parse_columns(data.columns)
-    kinds = places.pop(WEIGHT) if isinstance(places.get(WEIGHT), Mapping) else None
-    if data.relation is not None and (kinds is not None or "relation" in places):
-        raise DataError(
-            "data.relation is the relation of all triples: data.columns has a column of relations, "
-            "or weights of kinds, which need one; set one of them"
-        )
     if data.relation is not None and (fault := fault_of(data.relation)):
         raise DataError(f"data.relation {fault}")
-    kinds = None if kinds is None else parse_kinds(kinds, "data.columns.weight")
     constants = {} if data.relation is None else {"relation": data.relation}
-    return _wanted(Columns(places=places, kinds=kinds, constants=constants), data, times)
+    places = {} if data.columns is None else data.columns
+    return _wanted(given_columns(places, constants), data, times)
 
 
 def _wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:

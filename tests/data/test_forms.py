@@ -345,6 +345,14 @@ FORMS = {
         columns={"head": "user", "relation": "event", "tail": "item",
                  "weight": {"view": 1, "cart": 3, "purchase": 5}},
     ),
+    "weights of relations beside one relation": form(
+        {"e.csv": EVENTS}, None, "all triples have the relation 'likes'; leave it out", relation="likes",
+        columns={"head": "user", "tail": "item", "weight": {"view": 1}},
+    ),
+    "a weight that is none": form(
+        {"e.csv": EVENTS}, None, "the weight of 'view' must be a number > 0, got 0",
+        columns={"head": "user", "relation": "event", "tail": "item", "weight": {"view": 0}},
+    ),
     "an event without a weight": form(
         {"e.csv": EVENTS}, None, "e.csv:4: the relation 'purchase' has no weight", "data.where",
         columns={"head": "user", "relation": "event", "tail": "item",

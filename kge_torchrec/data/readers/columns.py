@@ -269,11 +269,13 @@ def clipped(text: str, size: int = 40) -> str:
     return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
-def parse_columns(columns: Any, key: str = "data.columns") -> dict[str, Any]:
-    """Return the column of each role from ``{role: column}`` or ``role=column,...``.
+def given_columns(columns: Any, constants: Mapping[str, str], key: str = "data.columns") -> Columns:
+    """Return the columns of ``{role: column}`` or ``role=column,...``, beside some constants.
+
+    Weight may be {RELATION: WEIGHT}.
 
     Raises:
-        DataError: A role is unknown, or its column is no name and no position.
+        DataError: A role is unknown, its column is no name and no position, or a weight is wrong.
     """
     given = columns
     if isinstance(columns, str):
@@ -285,22 +287,24 @@ def parse_columns(columns: Any, key: str = "data.columns") -> dict[str, Any]:
             f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0, "
             f"got {given!r}"
         )
-    for role, place in columns.items():
+    places = dict(columns)
+    kinds = places.pop(WEIGHT) if isinstance(places.get(WEIGHT), Mapping) else None
+    for role, place in places.items():
         if role not in ROLES:
             raise DataError(f"{key}: {role!r} is no role; roles are {', '.join(ROLES)}")
-        if role == WEIGHT and isinstance(place, Mapping):
-            continue
         if isinstance(place, bool) or not isinstance(place, int | str):
             raise DataError(f"{key}.{role} must be a column's name or position, got {place!r}")
         if isinstance(place, int) and place < 0:
             raise DataError(f"{key} {role}={place}: positions count from 0")
-    return dict(columns)
-
-
-def parse_kinds(weights: Mapping[Any, Any], key: str) -> dict[str, float]:
-    """Return the weight of each relation; raise DataError unless all are numbers above 0."""
-    for kind, weight in weights.items():
+    for kind, weight in (kinds or {}).items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 < weight < float("inf"):
             raise DataError(f"{key}: the weight of {kind!r} must be a number > 0, got {weight!r}")
-    return {str(kind): float(weight) for kind, weight in weights.items()}
+    if "relation" in constants and (kinds is not None or "relation" in places):
+        raise DataError(
+            f"{key}: all triples have the relation {constants['relation']!r}; leave it out, or the "
+            "column of relations and weights of relations"
+        )
+    if kinds is not None:
+        kinds = {str(kind): float(weight) for kind, weight in kinds.items()}
+    return Columns(places=places, constants=constants, kinds=kinds, key=key)

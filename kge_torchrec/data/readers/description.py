@@ -15,13 +15,14 @@ typed graphs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data import SPLITS, TIME, WEIGHT
 from kge_torchrec.data.labels import fault_of
-from kge_torchrec.data.readers.columns import Columns, parse_columns, parse_kinds
+from kge_torchrec.data.readers.columns import Columns, given_columns
 from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
@@ -67,7 +68,7 @@ def _edges(path: Path, number: int, entry: Any) -> tuple[str, Path, Columns]:
         raise DataError(
             f"{where}: give {', '.join(_NEEDED)}, and perhaps {', '.join(_KEYS[4:])}; got {entry}"
         )
-    constants, places, kinds = {}, {TIME: entry.get(TIME)}, None
+    constants, places = {}, {name: entry.get(name) for name in (TIME, WEIGHT)}
     for end in ("head", "tail"):
         given = entry[end] if isinstance(entry[end], Mapping) else {"type": entry[end]}
         if not given or not set(given) <= {"type", "column"}:
@@ -79,32 +80,22 @@ def _edges(path: Path, number: int, entry: Any) -> tuple[str, Path, Columns]:
         places[end] = given.get("column")
     if len(constants) == 1:
         raise DataError(f"{where}: head and tail both have a type, or neither")
-    relation, weight = entry["relation"], entry.get(WEIGHT)
+    relation = entry["relation"]
     if not isinstance(relation, Mapping):
         constants["relation"] = _name(where, "relation", relation)
     elif set(relation) == {"column"}:
         places["relation"] = relation["column"]
     else:
         raise DataError(f"{where}: relation is a name or {{column: COLUMN}}, got {relation}")
-    if not isinstance(weight, Mapping):
-        places[WEIGHT] = weight
-    elif "relation" in constants:
-        raise DataError(f"{where}: weights of kinds need relation: {{column: COLUMN}}")
-    else:
-        kinds = parse_kinds(weight, f"{where}: weight")
     if not isinstance(entry["file"], str) or not (path.parent / entry["file"]).is_file():
         raise DataError(f"{where}: {path.parent / str(entry['file'])}: no such file")
     split = entry.get("split", WHOLE)
     if split not in (*SPLITS, WHOLE):
         raise DataError(f"{where}: split must be train, valid or test, not {split!r}")
-    key = f"{where}:"
-    columns = Columns(
-        places=parse_columns({k: place for k, place in places.items() if place is not None}, key),
-        constants=constants,
-        kinds=kinds,
-        where=Where(str(entry["where"])) if "where" in entry else None,
-        key=key,
-    )
+    places = {role: place for role, place in places.items() if place is not None}
+    columns = given_columns(places, constants, f"{where}:")
+    if "where" in entry:
+        columns = replace(columns, where=Where(str(entry["where"])))
     return split, path.parent / entry["file"], columns
 
 
