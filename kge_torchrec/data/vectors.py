@@ -50,6 +50,7 @@ class Vectors:
                     or pa.types.is_integer(field.type.value_type)
                 ):
                     lists.append(field.name)
+            texts = ["label"] if "label" in texts else texts  # an export may have types too
             if len(texts) != 1 or len(lists) != 1:
                 raise DataError(
                     f"{path}: wants one column of labels (strings) and one of vectors (lists of "
