@@ -45,7 +45,7 @@ from kge_torchrec.training.state import TrainState
 
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
 SMALL = 64 << 20  # bytes of a rank that are written about as fast as they are copied
-KEY = "checkpoint.options.background"
+KEY, GIB = "checkpoint.options.background", 2**30
 log = logging.getLogger(__name__)
 
 
@@ -93,7 +93,7 @@ class Checkpoints:
         # Of rank 0: called when a checkpoint is complete, and names that pruning leaves.
         self.completed: Callable[[], object] = lambda: None
         self.held: Callable[[], Collection[str]] = tuple
-        self._said = ""  # how checkpoints are written
+        self._waits = False  # whether it was said that training waits
         self._writing: _Writing | None = None
 
     def names(self) -> list[str]:
@@ -156,20 +156,14 @@ class Checkpoints:
         size = sum(rows.local.nbytes for rows in own)
         largest, least_free = self.processes.largest([size, -available_memory()])
         needed, free = int(largest) * self.processes.local_world_size, -int(least_free)
-        if largest < SMALL:
-            return False
-        fits = needed <= free
-        text = (
-            f"a thread writes checkpoints while training continues, with {_gib(needed)} more "
-            f"memory; {KEY} changes it"
-            if fits
-            else f"training waits while checkpoints are written: a second copy of {_gib(needed)} "
-            f"does not fit into {_gib(free)} of free memory ({KEY})"
-        )
-        if text != self._said:
-            self._said = text
-            say(text)
-        return fits
+        if largest >= SMALL and needed > free and not self._waits:
+            self._waits = True
+            say(
+                "training waits while checkpoints are written: a second copy of "
+                f"{needed / GIB:,.2f} GiB does not fit into {free / GIB:,.2f} GiB of free memory "
+                f"({KEY})"
+            )
+        return largest >= SMALL and needed <= free
 
     def _complete(self, writing: _Writing, results: list[dict[str, Any]]) -> None:
         """Write the manifest, give the checkpoint its name, and remove old ones."""
@@ -378,7 +372,3 @@ def _make_empty(folder: Path) -> None:
     for leftover in folder.parent.glob(".partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # a thread of an interrupted run may write yet
     folder.mkdir(parents=True)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"

@@ -96,7 +96,8 @@ class RunFolder:
     @property
     def is_half_extended(self) -> bool:
         """Whether ``extend`` was killed before the store of a run in this folder was complete."""
-        return self.extension.is_file() and not (self.store / META).is_file()
+        starts = self.extension.is_file() and not self.has_checkpoint
+        return starts and not (self.store / META).is_file()
 
     @property
     def has_checkpoint(self) -> bool:

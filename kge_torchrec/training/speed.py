@@ -33,7 +33,7 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.start import begin
 from kge_torchrec.training.step import PARTS, SampledStep
-from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.trainer import Trainer, seconds_on
 
 SETTLING, SPLIT = 10, 40  # steps run part by part: to compile kernels, and measured
 WARM_UP, BLOCKS = 10, 3  # steps that fill the pipeline, and timed blocks of steps
@@ -101,15 +101,8 @@ def _timed_blocks(trainer: Trainer, steps: int) -> list[float]:
 def _seconds_everywhere(session: Session) -> float:
     """Return the time, once all ranks have finished their steps, in threads and on GPUs too."""
     session.backend.shard()
-    _seconds(session.processes.device)
+    seconds_on(session.processes.device)
     session.processes.barrier()
-    return time.perf_counter()
-
-
-def _seconds(device: torch.device) -> float:
-    """Return the time, once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -119,18 +112,18 @@ def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> 
     The micro-batches of a step are summed. Call it before a pipeline takes over the lookup.
     """
     times: list[dict[str, float]] = []
-    device, last = step.device, _seconds(step.device)
+    device, last = step.device, seconds_on(step.device)
 
     def watch(part: str) -> None:
         nonlocal last
-        now = _seconds(device)
+        now = seconds_on(device)
         times[-1][part] += now - last
         last = now
 
     with step.watched(watch):
         for _ in range(steps):
             times.append(dict.fromkeys(PARTS, 0.0))
-            last = _seconds(device)
+            last = seconds_on(device)
             step.progress(batches)
     return {part: 1e3 * statistics.median(step[part] for step in times) for part in PARTS}
 

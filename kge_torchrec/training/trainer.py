@@ -100,10 +100,10 @@ class Trainer:
         return progress
 
     def _epoch(self, bar: tqdm) -> None:
-        progress = self.progress
+        progress, device = self.progress, self.session.processes.device
         bar.set_description(f"epoch {progress.epoch + 1}/{self.config.train.epochs}", refresh=False)
         batches = self.batches.epoch(progress.epoch, progress.step)
-        started = self._seconds()
+        started = seconds_on(device)
         start_seconds, start_triples = progress.seconds, progress.triples
         period = self.config.checkpoint.every.steps
         while progress.step < self.batches.steps_per_epoch:
@@ -114,7 +114,7 @@ class Trainer:
             if not (saving or is_last or step % self.config.train.log_every == 0):
                 continue
             losses = self.read_losses(progress.epoch, progress.step)
-            progress.seconds += self._seconds() - started
+            progress.seconds += seconds_on(device) - started
             progress.epoch_loss += sum(losses)
             self._log_interval(sum(losses) / len(losses), bar)
             self._settle(waits=False)
@@ -122,11 +122,10 @@ class Trainer:
                 self._save(ends=stopping)
             if stopping:
                 raise self._stopped()
-            started = self._seconds()
-        started = self._seconds()
+            started = seconds_on(device)
         if self.session.averaging.every_steps == 0:
             self.session.averaging.add()
-        progress.seconds += self._seconds() - started
+        progress.seconds += seconds_on(device) - started
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
@@ -273,10 +272,12 @@ class Trainer:
             disable=self.session.hide_bars,
         )
 
-    def _seconds(self) -> float:
-        if self.session.processes.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+
+def seconds_on(device: torch.device) -> float:
+    """Return the time, once a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class NonFiniteLoss(KGEError, RuntimeError):

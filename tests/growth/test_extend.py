@@ -125,6 +125,9 @@ def test_extended_run_supports_all_verbs(tmp_path):
     assert len(on.predict(head="n0", relation="new0", k=3)) == 3
     again = extend(on.path, {"train": [("n0", "r0", "z")]}, tmp_path / "again", epochs=0)
     assert again.model.store.base.entities == OLD_ENTITIES + 9
+    (tmp_path / "moved" / "store").rename(tmp_path / "stored")
+    with api.open_run(tmp_path / "moved", data=tmp_path / "stored") as run:
+        assert len(run.predict(head="n0", relation="new0", k=3)) == 3
 
 
 def test_rejected_extension_leaves_no_files(tmp_path):
