@@ -165,42 +165,30 @@ class Given(Reader):
         yield from self.batches
 
 
-def batch(**columns):
-    return pa.record_batch(list(columns.values()), list(columns))
-
-
 TEXT = pa.array(["a", "b"])
+COLUMNS = {"head": TEXT, "relation": TEXT, "tail": TEXT}
+INVALID = [
+    ({"tail": pa.array(["a", None])}, ": triple 1: the tail is empty"),
+    ({"relation": pa.array(["", "r"])}, ": triple 0: the relation is empty"),
+    ({"tail": None}, ": 2 columns: .*no column stands for the tail"),
+    ({"tail": pa.array([["a"], ["b"]])}, "the tail is no text"),
+    ({"head": pa.array([0.0, 1.0])}, "number with a fraction"),
+    ({"head": None, "relation": None, "tail": None}, "no record batch"),
+    (dict.fromkeys(COLUMNS, TEXT.dictionary_encode()), ""),
+]
 
 
-@pytest.mark.parametrize(
-    "invalid, problem",
-    [
-        (
-            batch(head=TEXT, relation=TEXT, tail=pa.array(["a", None])),
-            ": triple 1: the tail is empty",
-        ),
-        (
-            batch(head=TEXT, relation=pa.array(["", "r"]), tail=TEXT),
-            ": triple 0: the relation is empty",
-        ),
-        (batch(head=TEXT, relation=TEXT), ": 2 columns: .*no column stands for the tail"),
-        (batch(head=TEXT, relation=TEXT, tail=pa.array([["a"], ["b"]])), "the tail is no text"),
-        ([("a", "r", "b")], "no record batch"),
-        (batch(head=pa.array([0.0, 1.0]), relation=TEXT, tail=TEXT), "number with a fraction"),
-    ],
-)  # fmt: skip
-def test_invalid_batches_of_a_reader_are_rejected(tmp_path, monkeypatch, invalid, problem):
-    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given([invalid]))
+@pytest.mark.parametrize("changes, problem", INVALID)
+def test_batches_of_a_reader_are_checked(tmp_path, monkeypatch, changes, problem):
+    columns = {name: x for name, x in {**COLUMNS, **changes}.items() if x is not None}
+    given = pa.record_batch([*columns.values()], [*columns]) if columns else ("a", "r", "b")
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given([given]))
     (tmp_path / "graph").write_text("")
+    output = {"output": tmp_path / "s", "data": {"split.ratio": (1, 0, 0)}, "progress": False}
+    if not problem:
+        prepare(tmp_path / "graph", **output)
+        return
     with pytest.raises(DataError, match=f"graph: its reader.*{problem}"):
-        prepare(tmp_path / "graph", tmp_path / "s", progress=False)
+        prepare(tmp_path / "graph", **output)
     with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
-        prepare(tmp_path, tmp_path / "s", progress=False)
-
-
-def test_reader_of_categories_is_accepted(tmp_path, monkeypatch):
-    column = TEXT.dictionary_encode()
-    batches = [batch(head=column, relation=column, tail=column)]
-    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given(batches))
-    (tmp_path / "graph").write_text("")
-    prepare(tmp_path / "graph", tmp_path / "s", {"split.ratio": (1, 0, 0)}, progress=False)
+        prepare(tmp_path, **output)

@@ -10,18 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from training_runs import config_of, parameters, small_store
+from training_runs import config_of, fit, small_store, without_checkpoints
 from worlds import run_world
 
 from kge_torchrec import api, extend
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
-from kge_torchrec.training.start import begin
-from kge_torchrec.training.trainer import Trainer
 
 LABELS = [*(f"e{i}" for i in range(30, 4, -1)), "elsewhere", "e two\\words"]  # no e0 to e4
 
@@ -36,13 +31,11 @@ def write(folder: Path, table: np.ndarray, labels=LABELS, kind="float32") -> Pat
     return file
 
 
-def start(changes: dict, folder: Path | None = None) -> dict:
+def start(changes: dict) -> dict:
     """The parameters that a run of these keys starts from.  Collective."""
-    with tempfile.TemporaryDirectory() as temporary, processes("cpu") as ranks:
-        config = config_of(small_store(), folder or temporary, **changes)
-        session = Session(config, RunFolder(config.run.dir), ranks)
-        begin(session)
-        return parameters(session)
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(small_store(), folder, **changes, train__epochs=0)
+        return fit(config, without_checkpoints).parameters
 
 
 def places(labels=LABELS) -> tuple[list[int], list[int]]:
@@ -148,14 +141,9 @@ def test_each_rank_freezes_its_own_rows(tmp_path):
 def rank_trains(file: str, folder: Path) -> int:
     """Count the frozen rows that have changed."""
     inputs = {"model__init_from": file, "model__init_options__frozen": True, "train__epochs": 1}
-    with processes("cpu") as ranks:
-        config = config_of(small_store(), folder, **inputs)
-        if ranks.is_first:
-            folder.mkdir()
-        session = Session(config, RunFolder(folder), ranks)
-        Trainer(session, begin(session), None).run()
-        ids, known = places()
-        return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
+    rows = fit(config_of(small_store(), folder, **inputs)).parameters["entities"]
+    ids, known = places()
+    return int((rows[ids].numpy() != some_vectors()[known]).sum())
 
 
 def test_frozen_vectors_stay_in_resumed_and_extended_runs(tmp_path):
