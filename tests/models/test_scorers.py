@@ -46,7 +46,8 @@ def test_scorer_has_the_properties_of_all(case):
         check_all_methods(scorer, side)
         check_rows_of_a_table(make(case, inverses, torch.float32, normalization="layer"), side)
         check_relations(scorer, side)
-        check_gradients(scorer, side)
+        if side == "tail" or not inverses:  # a head query of an inverse is a tail query
+            check_gradients(scorer, side)
         if not scorer.has_biases:
             check_biases(scorer, make(case, inverses, normalization="layer", biases=True), side)
     for normalization in ("unit", "layer"):
@@ -169,10 +170,8 @@ def check_gradients(scorer, side):
     anchor, target = (normal(1, 3, scorer.row_dim).requires_grad_() for _ in range(2))
     for method in (scorer.score, partial(candidate_scores, scorer)):
         scores = lambda anchor, target, *_, method=method: method(anchor, relation, target, side)  # noqa: E731
-        # A backward written by hand is compared number by number, torch's own by a projection.
-        fast = scorer.name != "rotate"
         inputs = (anchor, target, *scorer.parameters())
-        assert torch.autograd.gradcheck(scores, inputs, fast_mode=fast)
+        assert torch.autograd.gradcheck(scores, inputs, fast_mode=True)
 
 
 def check_empty(scorer):

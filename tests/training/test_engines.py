@@ -39,6 +39,9 @@ RESUMES = {
     "more ranks than entities": ("rowwise_adam", {}, (4, HANDROLLED), (4, {})),
     "1vsall": ("adam", FULL, (2, {**FSDP, **in_parts(2)}), (1, HANDROLLED)),
     "1vsall hybrid": ("adam", FULL, (4, {**HYBRID, **HANDROLLED, **in_parts(2)}), (2, FSDP)),
+    "kvsall": ("adam", {"negatives__regime": "kvsall", "model__dropout__hidden": 0.2},
+               (2, HANDROLLED), (1, {})),
+    "kvssample": ("adam", {"negatives__regime": "kvssample"}, (1, {}), (2, {})),
     "offload": ("adam", {"train__optimizer_options__weight_decay": 0.02}, (4, HYBRID),
                 (2, OFFLOAD)),
 }  # fmt: skip

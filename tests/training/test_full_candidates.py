@@ -1,4 +1,4 @@
-"""Steps against all entities: every scorer's gradients, resuming, odd worlds, refused settings."""
+"""Steps against all entities: every scorer's gradients, memory, dropout, precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import config_of, fit, largest_difference, tiny_store, without_checkpoints
 from worlds import run_world
 
-from kge_torchrec import api
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
@@ -258,33 +257,6 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
     for result in run_world(2, rank_trains_in_small_cells, configs):
         for name, single, together in zip(DROPPING, one, result, strict=True):
             assert largest_difference(single, together) < 1e-5, name
-
-
-@pytest.mark.parametrize(
-    ("engine", "regime"), [("handrolled", "kvsall"), ("torchrec", "kvssample")]
-)
-def test_resuming_changes_no_bit(tmp_path, regime, engine):
-    store = tiny_store(tmp_path / "store").path
-    changes = {
-        "negatives__regime": regime,
-        "entities__engine": engine,
-        "train__optimizer": "adam",
-        "model__dropout__hidden": 0.2,
-        "checkpoint__every__steps": 2,
-        "train__batch_size": 48,
-    }
-    uninterrupted = api.train(config_of(store, tmp_path / "whole", train__epochs=3, **changes))
-    part = api.train(config_of(store, tmp_path / "part", train__epochs=1, **changes))
-    newest = max((part.path / "checkpoints").iterdir())
-    for file in newest.iterdir():  # as if it had been killed after the one before, mid-epoch
-        file.unlink()
-    newest.rmdir()
-    rest = api.resume(part.path, {"train.epochs": 3})
-    assert rest.results["test"] == uninterrupted.results["test"]
-    ends = [max((run.path / "checkpoints").iterdir()).name for run in (uninterrupted, rest)]
-    assert ends[0] == ends[1]
-    for run in (uninterrupted, part, rest):
-        run.close()
 
 
 @pytest.fixture
