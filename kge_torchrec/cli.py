@@ -31,6 +31,7 @@ from kge_torchrec.commands import is_first_rank
 from kge_torchrec.environment import check_packages, loading_torch, prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
+from kge_torchrec.lines import say_error
 
 
 class Verb(NamedTuple):
@@ -101,16 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as error:
         if is_first_rank():
-            print(f"kge-torchrec: {str(error) or 'interrupted'}", file=sys.stderr)
+            say_error(f"kge-torchrec: {str(error) or 'interrupted'}")
         return 130
     except (KGEError, OSError, MemoryError, RuntimeError) as error:
         message: object = error
         if not isinstance(error, KGEError):
             if _is_out_of_memory(error):
-                print(
+                say_error(
                     f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
-                    "negatives.count, train.batch_size or evaluation.batch_size",
-                    file=sys.stderr,
+                    "negatives.count, train.batch_size or evaluation.batch_size"
                 )
                 return 1
             if not isinstance(error, OSError):
@@ -121,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = in_words(error)
         # Rank 0 speaks for all ranks if all of them have the error.
         if is_first_rank():
-            print(f"kge-torchrec: {message}", file=sys.stderr)
+            say_error(f"kge-torchrec: {message}")
         elif not getattr(error, "on_every_rank", False):
-            print(f"kge-torchrec: rank {os.environ['RANK']}: {message}", file=sys.stderr)
+            say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
         return error.exit_code if isinstance(error, KGEError) else 1
 
 
@@ -185,6 +185,7 @@ _SHARED_HELP = {
     "seed": "seed of the split",
     "threads": "number of CPU threads that read (default: all cores, at most 4 for a file)",
     "format": "how results are written",
+    "log_format": "json: one object per line on stderr, without bars",
     "output": "file to write (default: print)",
     "names": "file of labels and readable names, which are shown beside the labels",
 }

@@ -26,8 +26,19 @@ File = Annotated[str, "FILE"]
 Count = Annotated[int, "K", "positive"]
 Threads = Annotated[int | None, "N", "positive"]
 Settings = Sequence[str]  # ["--key.sub=value", ...]
+Log = Literal["text", "json"]
 Table = Literal["table", "json"]
 Rows = Literal["table", "json", "tsv", "parquet"]
+
+
+def follow_log(log: Log) -> list[str]:
+    """Follow --log-format; return the settings of a config that belong to it."""
+    if log == "text":
+        return []
+    from kge_torchrec.lines import show_as_json
+
+    show_as_json()
+    return ["--run.progress=false"]
 
 
 def write_records(

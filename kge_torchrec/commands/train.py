@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from kge_torchrec.commands import (
     ConfigName,
     File,
+    Log,
     RunPath,
     Settings,
     config_of,
+    follow_log,
     is_first_rank,
 )
 from kge_torchrec.commands.evaluate import (
@@ -36,6 +38,7 @@ def train(
     resume: Annotated[str | None, "RUN"] = None,
     force: bool = False,
     ties: bool = False,
+    log_format: Log = "text",
 ) -> int:
     """Train, rank the test triples with the best model, and write the folder of the run.
 
@@ -63,6 +66,7 @@ def train(
     from kge_torchrec.config.parser import config_from_dict, load_config
     from kge_torchrec.seeds import is_seeds, resume_seeds, train_seeds
 
+    settings = [*settings, *follow_log(log_format)]
     if resume is None:
         if force:
             raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
@@ -145,6 +149,7 @@ def extend(
     allow_unseen_relations: bool = False,
     features: File | None = None,
     set: Annotated[Sequence[str], "KEY=VALUE"] = (),
+    log_format: Log = "text",
 ) -> int:
     """Add triples, with new entities and relations, to a run.
 
@@ -180,7 +185,7 @@ def extend(
         checkpoint=checkpoint,
         allow_unseen_relations=allow_unseen_relations,
         features=features,
-        overrides=[f"--{setting}" for setting in set],
+        overrides=[*(f"--{setting}" for setting in set), *follow_log(log_format)],
     )
     if is_first_rank():
         _report_extension(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated
 
-from kge_torchrec.commands import ConfigName, File, Settings
+from kge_torchrec.commands import ConfigName, File, Log, Settings, follow_log
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import config_from_dict, load_config
@@ -25,6 +25,7 @@ def tune(
     space: File | None = None,
     storage: Annotated[str | None, "URL"] = None,
     resume: Annotated[str | None, "STUDY"] = None,
+    log_format: Log = "text",
 ) -> int:
     """Train with many settings, drop poor ones early, and write the best config.
 
@@ -48,6 +49,7 @@ def tune(
     """
     if "RANK" in os.environ:
         raise ConfigError("tune runs trials of one process each; call it without torchrun")
+    settings = [*settings, *follow_log(log_format)]
     if trials is not None:
         at_least("trials", trials, 1)
     if resume is None:
@@ -63,7 +65,7 @@ def tune(
             "and --storage"
         )
     here = config_from_dict({}, settings)
-    keys = {word.partition("=")[0].removeprefix("--") for word in settings}
+    keys = {word.partition("=")[0].removeprefix("--") for word in settings} - {"run.progress"}
     if keys - {"threads", "device"}:
         raise ConfigError(
             f"{min(keys - {'threads', 'device'})}: the trials of a study share all keys but those "

@@ -196,7 +196,7 @@ class Trainer:
         self._write("epoch", values)
         if self.session.hide_bars or not sys.stderr.isatty():  # otherwise the bar shows it
             rate = f"{triples_per_second:,.0f} {self.config.negatives.examples}/s"
-            self._say(f"loss {loss:.4f}, {rate}")
+            self._say(f"loss {loss:.4f}, {rate}", "epoch", **values)
 
     def _validate(self) -> bool:
         """Rank valid; return whether this is the best model so far."""
@@ -217,12 +217,14 @@ class Trainer:
         store = self.session.store
         ranked, total = len(validation_triples(self.config, store)), len(store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
-        self._write("valid", {**counts, **results})
+        values = {**counts, **results}
+        self._write("valid", values)
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
         if "candidates" in results and not self._has_named_candidates:
             self._has_named_candidates = True
             self._say(f"validations rank among {results['candidates']['restricted_to']}")
-        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}")
+        text = f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}"
+        self._say(text, "valid", best=better, **values)
         return better
 
     def _settle(self, waits: bool) -> None:
@@ -258,8 +260,9 @@ class Trainer:
 
         on_all_ranks(self.session.processes, write)
 
-    def _say(self, text: str) -> None:
-        say(f"epoch {self.progress.epoch}: {text}")
+    def _say(self, text: str, kind: str = "note", **values: Any) -> None:
+        step = {"epoch": self.progress.epoch, "step": self.progress.global_step}
+        say(f"epoch {self.progress.epoch}: {text}", kind, **(step | values))
 
     def _bar(self) -> tqdm:
         """Make one progress bar for all epochs."""

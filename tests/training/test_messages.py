@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import config_of
 
-from kge_torchrec import api
+from kge_torchrec import api, lines
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training import trackers
@@ -74,6 +74,24 @@ def test_loss_of_an_epoch_is_the_mean_of_its_steps(store, tmp_path):
     loss = next(x["loss"] for x in metrics if x["kind"] == "epoch")
     first, second, last, *_ = (x["loss"] for x in metrics if x["kind"] == "step")
     assert loss == pytest.approx((2 * first + 2 * second + last) / 5)  # of five steps
+
+
+def test_one_object_a_line(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lines.HANDLER, "as_json", False)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    keys = {"evaluation__every": 1, "train__log_every": 2}
+    config_of(store, tmp_path / "run", **keys).save(tmp_path / "my.yaml")
+    assert main(["train", str(tmp_path / "my.yaml"), "--log-format", "json"]) == 0
+    objects = list(map(json.loads, capsys.readouterr().err.splitlines()))
+    kinds = [one["kind"] for one in objects]
+    assert kinds.count("epoch") == kinds.count("valid") == 2 and "note" in kinds
+    assert all(one["time"] and one["text"] for one in objects)
+    losses = [one["loss"] for one in objects if one["kind"] == "epoch"]
+    metrics = RunFolder(tmp_path / "run").load_metrics()
+    assert losses == [x["loss"] for x in metrics if x["kind"] == "epoch"]
+    first, second, last, *_ = (x["loss"] for x in metrics if x["kind"] == "step")
+    assert losses[0] == pytest.approx((2 * first + 2 * second + last) / 5)  # of five steps
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):
