@@ -33,7 +33,7 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.worlds import run_world
 from kge_torchrec.environment import cores, installed
 from kge_torchrec.tables import Cell, table
-from kge_torchrec.training.run_data import check_start, facts_of, open_store
+from kge_torchrec.training.run_data import check_start, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.speed import measure_speed
@@ -77,7 +77,7 @@ def compare(
         raise ConfigError(f"--world-sizes must be different integers >= 1, got {list(world_sizes)}")
     at_least("--repeats", repeats, 0)
     at_least("--steps", steps, 1)
-    check_start(config, facts_of(config))
+    check_start(config)
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
     if on_cuda and max(world_sizes) > torch.cuda.device_count():
         raise ConfigError(

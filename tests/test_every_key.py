@@ -60,6 +60,8 @@ def make_graphs(folder: Path) -> Path:
     for name, count in (("lists", 12), ("short_lists", 3)):
         lists = np.tile(np.arange(count), (len(triples), 1))
         np.savez(folder / f"{name}.npz", head_neg=lists, tail_neg=lists, **columns)
+    (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
+    (folder / "quoted.csv").write_text('a,r,"b"\nb,r,c\n')
     prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
     (folder / "prefixed.tsv").write_text("".join(prefixed))
     return folder
@@ -274,6 +276,10 @@ NO_PROGRESS = {**VALIDATED, "train__lr": 1e-30}  # so that no validation is bett
 CASES = [
     # data
     case("data.path", "{graphs}/store", "{graphs}/single.tsv", "triples"),
+    case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
+         data__split__ratio=(1, 0, 0)),
+    case("data.quotes", None, False, "triples", data__path="{graphs}/quoted.csv",
+         data__split__ratio=(1, 0, 0)),
     case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted"),
     # model
     case("model.scorer", "complex", "distmult", "table", "scorer"),

@@ -19,7 +19,6 @@ from kge_torchrec.config.entities import EntitiesConfig
 from kge_torchrec.config.keys import (
     PER_START,
     Condition,
-    Facts,
     Section,
     declared,
     fixed,
@@ -67,7 +66,7 @@ _THREADS = Check("an integer from 0 to 1,024", lambda threads: 0 <= threads <= 1
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the same, several times as fast
 
 
-def _leaves_open(config: Any, _: Facts) -> bool:
+def _leaves_open(config: Any) -> bool:
     """Return whether ``size`` still decides something."""
     open_count = config.negatives.count is None and not config.negatives.is_full
     return open_count or config.model.dim is None or config.train.epochs is None

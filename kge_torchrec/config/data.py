@@ -25,15 +25,12 @@ IN_STORE = fixed(
 )
 
 
-def _is_another_graph(before: Any, after: Any) -> bool:
-    """A store may have been moved; its checkpoints know the fingerprint of its triples."""
-    return not (Path(after.data.path) / "meta.json").is_file()
+def is_no_store(config: Any) -> bool:
+    """Return whether data.path has still to be read."""
+    return not (Path(config.data.path) / "meta.json").is_file()
 
 
-NOT_A_STORE = Condition(
-    "data.path naming triples that are no store yet",
-    lambda _, facts: None if facts.is_store is None else not facts.is_store,
-)
+NOT_A_STORE = Condition("data.path naming triples that are no store yet", is_no_store)
 
 
 def reading_key(default: Any, *acts: Condition) -> Any:
@@ -93,7 +90,7 @@ class DataConfig(Section, prefix="data."):
         resume=Resume(
             "to a store that was moved",
             "name the store that it was trained on, start a new run, or add triples by `extend`",
-            _is_another_graph,
+            lambda _, after: is_no_store(after),  # the triples of a moved one are compared
         ),
     )
     """A store, a directory with train/valid/test files, a file of triples, "countries" (built in),

@@ -12,7 +12,7 @@ class declares them in its ``Options`` in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, field, fields, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -25,33 +25,24 @@ from kge_torchrec.config.registry import is_built_in, resolve
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a start besides its config; None means unknown, and refuses nothing."""
-
-    on_cuda: bool | None = None
-    extended: bool | None = None  # the triples are an extended store
-    is_store: bool | None = None  # data.path names a store, which is not read again
-
-
 class Condition(NamedTuple):
     """One condition under which a key has an effect."""
 
     words: str  # completes "It acts only with ..."
-    holds: Callable[[Config, Facts], bool | None]  # None: not known yet
+    holds: Callable[[Config], bool]
     key: str = ""  # the other key that decides it, if one does
 
 
 def only_with(other: str, *values: Any) -> Condition:
     """Return the condition that another key has one of these values."""
     words = f"{other} {' or '.join(map(as_yaml, values))}"
-    return Condition(words, lambda config, _: attrgetter(other)(config) in values, other)
+    return Condition(words, lambda config: attrgetter(other)(config) in values, other)
 
 
 def only_without(other: str, value: Any, words: str = "") -> Condition:
     """Return the condition that another key has any value but this one."""
     said = words or f"{other} other than {as_yaml(value)}"
-    return Condition(said, lambda config, _: attrgetter(other)(config) != value, other)
+    return Condition(said, lambda config: attrgetter(other)(config) != value, other)
 
 
 class Resume(NamedTuple):
@@ -232,9 +223,7 @@ def settings_of(config: Config, key: Key) -> dict[str, tuple[Key, Any]]:
     return {f"{key.name}.{x}": (item, getattr(options, x)) for x, item in items}
 
 
-def without_effect(
-    config: Config, facts: Facts, keys: Iterable[str] | None = None
-) -> dict[str, str]:
+def without_effect(config: Config, keys: Iterable[str] | None = None) -> dict[str, str]:
     """Return why each key or option that was set, of these keys or of all, has no effect."""
     results: dict[str, str] = {}
     known = declared(config.__class__)
@@ -242,7 +231,7 @@ def without_effect(
         if attrgetter(name)(config) == known[name].default:
             continue
         for own, (item, value) in settings_of(config, known[name]).items():
-            failing = (x for x in item.acts if x.holds(config, facts) is False)
+            failing = (x for x in item.acts if not x.holds(config))
             if value != item.default and (condition := next(failing, None)) is not None:
                 default = as_yaml(item.default)
                 results[own] = (
@@ -252,11 +241,9 @@ def without_effect(
     return results
 
 
-def check_effects(
-    config: Config, facts: Facts = Facts(), keys: Iterable[str] | None = None
-) -> None:
+def check_effects(config: Config, keys: Iterable[str] | None = None) -> None:
     """Raise ConfigError for a key, of these or of all, that was set and has no effect."""
-    for reason in without_effect(config, facts, keys).values():
+    for reason in without_effect(config, keys).values():
         raise ConfigError(reason)
 
 

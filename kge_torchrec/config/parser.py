@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
 from kge_torchrec.config.checks import Typed, check_no_url, checked_type
-from kge_torchrec.config.keys import Facts, check_effects, declared, replace_keys, without_effect
+from kge_torchrec.config.keys import check_effects, declared, replace_keys, without_effect
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import read_yaml
@@ -191,7 +192,7 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     # A file leaves a value without effect where the command line takes the effect from it, as
     # `train demo --negatives.regime kvsall` does, and where `Config.save` has filled in all nulls.
     is_saved = settings.values.keys() >= set(all_keys())
-    for key, reason in without_effect(config, Facts()).items():
+    for key, reason in without_effect(config).items():
         if key in RESOLVED_KEYS and key not in settings.given:
             acts_with = {condition.key for condition in declared(Config)[key].acts}
             if is_saved or acts_with & settings.given:
@@ -270,7 +271,7 @@ def data_config(data: DataConfig | Overrides | None) -> DataConfig:
         named = [f"--{_of_data(word.removeprefix('--'))}" for word in data]
         data = config_from_dict({}, named).data
     keys = [key for key in all_keys() if key.startswith("data.")]
-    check_effects(Config(data=data), Facts(is_store=False), keys)
+    check_effects(Config(data=replace(data, path=os.devnull)), keys)  # what is read is no store
     return data
 
 

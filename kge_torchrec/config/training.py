@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kge_torchrec.config.checks import (
@@ -48,7 +50,18 @@ _PATIENCE = Check(
     "an integer >= 0, or a share of the training between 0 and 1",
     lambda patience: 0 < patience < 1 or (isinstance(patience, int) and patience >= 0),
 )
-_EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
+
+
+def _is_extended(config: Any) -> bool:
+    """Return whether data.path is a store that `extend` made, as far as it can be read."""
+    try:
+        meta = json.loads((Path(config.data.path) / "meta.json").read_bytes())
+        return "extends" in meta["report"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+_EXTENDED = Condition("a run that `extend` made", _is_extended)
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
 SELECTION = Resume(
     "without validations so far",
@@ -117,13 +130,7 @@ class TrainConfig(Section, prefix="train."):
     """Average of the weights that is validated, ranked and exported: none or ema (exponential
     moving average)."""
     averaging_options: AveragingOptions = key(AveragingOptions)
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = key(
-        "auto",
-        acts=Condition(
-            "tf32 on CUDA (device cuda), others everywhere",
-            lambda config, facts: config.train.precision != "tf32" or facts.on_cuda,
-        ),
-    )
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Precision of scorer and gradients: fp32, tf32 (fp32, and CUDA rounds the factors of products
     to 10 bits), bf16, or fp16 with dynamic loss scaling; losses, parameters and optimizer state are
     fp32. auto: bf16 where products score all entities on a CPU with AVX512-BF16 or AMX, otherwise

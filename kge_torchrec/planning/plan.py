@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import Facts, without_effect
+from kge_torchrec.config.keys import without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.batches.triples import device_bytes, fits_device
 from kge_torchrec.data.parts import PartLayout
@@ -125,8 +125,8 @@ class Plan:
             changed = replace(getattr(config, section), **{name: value})
             config = replace(config, **{section: changed})
         if config is not self.config:
-            idle = without_effect(self.config, Facts())
-            for key, reason in without_effect(config, Facts()).items():
+            idle = without_effect(self.config)
+            for key, reason in without_effect(config).items():
                 if key not in idle:
                     raise ConfigError(reason)
         return replace(self, config=config, counted=self.costs, **fields)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import Facts
 from kge_torchrec.config.parser import AnyConfig, as_config
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, amount
 from kge_torchrec.planning.advice import Advice, advise
@@ -53,7 +52,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
         OSError: The data cannot be read.
     """
     config = as_config(config)
-    check_start(config, Facts())
+    check_start(config)
     made = make_plan(config, devices, **options)
     return content_of(made, [] if made.fits else advise(made))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import Config, DataConfig
-from kge_torchrec.config.keys import Facts, check_effects
+from kge_torchrec.config.keys import check_effects
 from kge_torchrec.config.parser import data_config
 from kge_torchrec.data.leaks import find_leaks
 from kge_torchrec.data.prepare import prepare
@@ -48,7 +48,7 @@ def check_data(
     data = data_config(data)
     with ExitStack() as opened:
         if isinstance(path, str | Path) and (Path(path) / META).is_file():
-            check_effects(Config(data=data), Facts(is_store=True))
+            check_effects(Config(data=replace(data, path=str(path))))
             store = TripleStore.open(path)
         else:
             folder = opened.enter_context(tempfile.TemporaryDirectory())

@@ -7,45 +7,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, all_keys
-from kge_torchrec.config.keys import Facts, check_effects, replace_keys, without_effect
-from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.config.keys import check_effects, replace_keys, without_effect
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
 from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 
-def facts_of(
-    config: Config,
-    on_cuda: bool | None = None,
-    triples: Mapping[str, InMemory] | None = None,
-    extended: bool = False,
-) -> Facts:
-    """Return the facts that decide, together with the config, which keys have an effect.
-
-    ``on_cuda`` is None if it is unknown; ``triples`` in memory replace data.path.
-    """
-    path = Path(config.data.path)
-    is_store = triples is None and (path / META).is_file()
-    if is_store:
-        extended = TripleStore.open(path).base is not None
-    return Facts(on_cuda, extended, is_store)
-
-
-def check_start(config: Config, facts: Facts) -> None:
+def check_start(config: Config) -> None:
     """Raise ConfigError for a key that was set and has no effect.
 
     Keys that are null by default only cause a warning: a run's config.yaml has numbers for all.
     """
-    check_effects(config, facts, [key for key in all_keys() if key not in RESOLVED_KEYS])
-    for reason in without_effect(config, facts, RESOLVED_KEYS).values():
+    check_effects(config, [key for key in all_keys() if key not in RESOLVED_KEYS])
+    for reason in without_effect(config, RESOLVED_KEYS).values():
         log.warning("%s", reason)
 
 

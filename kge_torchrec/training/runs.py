@@ -38,7 +38,7 @@ from kge_torchrec.training.checkpoints import (
     no_checkpoint,
 )
 from kge_torchrec.training.copies import Copier, fetch
-from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
+from kge_torchrec.training.run_data import check_start, with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.start import begin, changes_of
@@ -142,7 +142,10 @@ def _claim(
         mode != "never" and config.run.dir is not None and RunFolder(config.run.dir).holds_run
     )
     if not (continues or extras.is_trial or extras.is_checked):
-        check_start(config, facts_of(config, on_cuda, triples))
+        data = config.data if triples is None else replace(config.data, path=os.devnull)
+        check_start(replace(config, data=data))
+        if config.train.precision == "tf32" and not on_cuda:
+            raise ConfigError("train.precision tf32 acts on GPUs, and here is a CPU; use fp32")
     folder = resumes or RunFolder.new(config)
     was_started = (folder.path / ".lock").exists()
     held.enter_context(folder.locked())
@@ -152,8 +155,7 @@ def _claim(
     check_trackers(config.run)
     if resumes is not None:
         before = folder.load_config()
-        facts = facts_of(config, on_cuda, extended=folder.extension.is_file())
-        check_effects(config, facts, changed_keys(before, config))
+        check_effects(config, changed_keys(before, config))
         return folder, before, config
     if mode != "never" and folder.holds_run:
         config = _as_there(folder, config)

@@ -39,7 +39,7 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.lines import say
 from kge_torchrec.ranking.ranks import value_of
-from kge_torchrec.training.run_data import check_start, facts_of, open_store
+from kge_torchrec.training.run_data import check_start, open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.trials import PORTFOLIO, train_trial, with_values
@@ -129,7 +129,7 @@ def make_study(
     named = config.model.scorer if config.decided_by else "default"
     path = Path(folder or f"studies/{named}-{time.strftime('%Y%m%d-%H%M%S')}")
     at_least("trials", trials, 1)
-    check_start(config, facts_of(config))
+    check_start(config)
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
     where, ranges, lines = "search space", cast(Any, space), dict[str, int]()

@@ -266,10 +266,10 @@ FORMS = {
         "x r y | |", "entities.tsv (1 more files alike): not used: the triples have its labels", source="",
     ),
     "label files by key": form(
-        {"x.tsv": KNOWS, "nodes.csv": "name,year,node\nann,1990,1\nbob,1991,2\n"},
+        {"x.tsv": KNOWS, "nodes.csv": "called,year,node\nann,1990,1\nbob,1991,2\n"},
         "ann knows bob, bob likes ann",
         labels__entities="{folder}/nodes.csv", labels__id_column="node",
-        labels__label_column="name",
+        labels__label_column="called",
     ),
     "an id without a label": form(
         {**DGL, "train.txt": "0\t3\t10\n0\t7\t30\n"}, None,

@@ -25,7 +25,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
 from kge_torchrec.config.parser import load_config, values_of
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.training.run_data import check_start, facts_of
+from kge_torchrec.training.run_data import check_start
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import study as study_of
 from kge_torchrec.tuning.space import default_search
@@ -108,7 +108,7 @@ def test_best_config_reproduces_the_best_value(study, tmp_path):
     small.config = replace(small.config, size="small")
     small.best(small.load())
     config = load_config(folder / "best.yaml")
-    check_start(config, facts_of(config))  # train takes it
+    check_start(config)  # train takes it
 
 
 def test_poor_trials_are_pruned(study):
