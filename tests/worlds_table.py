@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
@@ -24,8 +25,9 @@ class TableModel(nn.Module):
         super().__init__()
         self.entities = entity_collection(num_entities, dim)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.entities(as_feature(ids))[ENTITY].values()
+    def forward(self, ids: Tensor | KeyedJaggedTensor) -> Tensor:
+        feature = as_feature(ids) if isinstance(ids, Tensor) else ids
+        return self.entities(feature)[ENTITY].values()
 
 
 def sharded_table(
@@ -34,18 +36,18 @@ def sharded_table(
     optimizer: RowOptimizer,
     values: Tensor | None = None,
     deferred: bool = False,
+    device: str = "cpu",
 ) -> DistributedModelParallel:
     """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     tables = [EntityTable.of_all(num_entities, optimizer, EntityInit())]
     sharder = EntitySharder(fused_params(tables, deferred))
     model = TableModel(num_entities, dim)
-    ranks = Ranks(world_size, world_size, "cpu")
-    group = dist.group.WORLD
+    ranks = Ranks(world_size, world_size, device)
     sharded = DistributedModelParallel(
         model,
-        env=ShardingEnv(world_size, rank, group, output_dtensor=True),
-        device=torch.device("cpu"),
+        env=ShardingEnv(world_size, rank, dist.group.WORLD, output_dtensor=True),
+        device=torch.device(device),
         plan=plan_rows(getattr(model, MODULE), sharder, tables, ranks),
         sharders=[sharder],
     )

@@ -10,48 +10,17 @@ import torch
 from gpu_runs import seconds
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv
+from worlds_table import own_rows, sharded_table
 
-from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import RowOptimizer, make_optimizer
-from kge_torchrec.embeddings.shard import EntityTable
-from kge_torchrec.embeddings.torchrec.collection import LOOKUP_BAGS, entity_collection, table_of
-from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_rows
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.optimizers import make_optimizer
+from kge_torchrec.embeddings.torchrec.collection import LOOKUP_BAGS
 from kge_torchrec.kernels import comparisons, operators
 
 STEPS, ROWS, DIM = 8, 300, 16
-
-
-class _TableModel(nn.Module):
-    """A model with only the entity table."""
-
-    def __init__(self, rows: int, dim: int) -> None:
-        super().__init__()
-        self.entities = entity_collection(rows, dim)
-
-    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        return self.entities(ids)[ENTITY].values()
-
-
-def sharded(rows: int, dim: int, optimizer: RowOptimizer, ranks: Processes) -> nn.Module:
-    """The table as training builds it, on one rank."""
-    tables, model = [EntityTable.of_all(rows, optimizer, EntityInit())], _TableModel(rows, dim)
-    sharder, place = EntitySharder(fused_params(tables)), Ranks(1, 1, ranks.device.type)
-    made = DistributedModelParallel(
-        model,
-        env=ShardingEnv(1, 0, ranks.group, output_dtensor=True),
-        device=ranks.device,
-        plan=plan_rows(model.entities, sharder, tables, place),
-        sharders=[sharder],
-    )
-    made.rows = table_of(made, tables)
-    return made
 
 
 def feature(ids: Tensor, bags: int) -> KeyedJaggedTensor:
@@ -73,9 +42,10 @@ def test_optimizers_equal_the_dense_oracle(device, name, bags):
     values = torch.randn(ROWS, DIM, generator=stream)
     optimizer = make_optimizer(**optimizer_settings(name))
     dense = DenseTable(values, optimizer)
-    with processes(device.type) as ranks:
-        model = sharded(ROWS, DIM, optimizer, ranks)
-        model.rows.shard().rows.copy_(values)
+    with processes(device.type):
+        model = sharded_table(ROWS, DIM, optimizer, device=device.type)
+        table = own_rows(model)
+        table.shard().rows.copy_(values)
         for step in range(STEPS):
             if step == STEPS // 2:
                 dense.lr = model.fused_optimizer.param_groups[0]["lr"] = optimizer.lr / 3
@@ -87,13 +57,13 @@ def test_optimizers_equal_the_dense_oracle(device, name, bags):
             model(feature(ids.to(device), bags)).backward(grad.to(device))
             model.fused_optimizer.step()
             dense.step(ids, grad)
-        assert float((model.rows.shard().rows.cpu() - dense.weights).abs().max()) < 2e-5
-        states = model.rows.optimizers[0].states
+        assert float((table.shard().rows.cpu() - dense.weights).abs().max()) < 2e-5
+        states = table.optimizers[0].states
         for key, state in dense.states().items():
             kept = states[key.split(".")[-1]].double().cpu().view_as(state)
             assert float(((kept - state).abs() / (1 + state.abs())).max()) < 2e-5
         if name not in ("adagrad", "sgd"):  # FBGEMM counts steps where the formula needs them
-            assert model.rows.steps == STEPS
+            assert table.steps == STEPS
 
 
 def test_bags_change_neither_rows_nor_steps_and_many_are_fast(device, note):
@@ -101,9 +71,11 @@ def test_bags_change_neither_rows_nor_steps_and_many_are_fast(device, note):
     on_card = device.type == "cuda"
     rows, dim, count = (4_000_000, 100, 131_072) if on_card else (20_000, 16, 2048)
     assert LOOKUP_BAGS["cuda"] >= 1024
-    with processes(device.type) as ranks:
-        model = sharded(rows, dim, make_optimizer("rowwise_adagrad", lr=0.1), ranks)
-        before = model.rows.shard().rows.normal_().clone()
+    with processes(device.type):
+        optimizer = make_optimizer("rowwise_adagrad", lr=0.1)
+        model = sharded_table(rows, dim, optimizer, device=device.type)
+        table = own_rows(model)
+        before = table.shard().rows.normal_().clone()
         ids = torch.randperm(rows, device=device)[:count].sort().values
         grad, ends, times = torch.ones(count, dim, device=device), {}, {}
 
@@ -115,13 +87,13 @@ def test_bags_change_neither_rows_nor_steps_and_many_are_fast(device, note):
             batch = feature(ids, bags)
             times[bags] = seconds(step, device, 3 if bags == 1 else 20)
             note(f"{bags} bags, forward, backward and step", 1e3 * times[bags], "ms")
-            model.rows.shard().rows.copy_(before)
-            model.rows.steps = 0
-            for state in model.rows.optimizers[0].states.values():
+            table.shard().rows.copy_(before)
+            table.steps = 0
+            for state in table.optimizers[0].states.values():
                 state.zero_()
             assert torch.equal(model(batch).detach(), before[ids])
             step()
-            ends[bags] = model.rows.shard().rows[ids].clone()
+            ends[bags] = table.shard().rows[ids].clone()
     first, *others = ends.values()
     assert all(float((other - first).abs().max()) < 1e-6 for other in others)
     if on_card:
@@ -136,9 +108,9 @@ def test_rows_beyond_element_two_to_the_31_are_read_and_stepped(device):
         pytest.skip("not enough free memory")
     places = [0, 1, middle - 1, middle, middle + 1, rows - 2, rows - 1]
     ids = torch.tensor(places, device=device)
-    with processes(device.type) as ranks:
-        model = sharded(rows, dim, make_optimizer("sgd", lr=0.5), ranks)
-        table = model.rows.shard().rows.zero_()
+    with processes(device.type):
+        model = sharded_table(rows, dim, make_optimizer("sgd", lr=0.5), device=device.type)
+        table = own_rows(model).shard().rows.zero_()
         values = torch.arange(len(ids) * dim, device=device).view(-1, dim).float()
         for place, row in zip(places, values, strict=True):
             table[place].copy_(row)
@@ -146,7 +118,7 @@ def test_rows_beyond_element_two_to_the_31_are_read_and_stepped(device):
         assert torch.equal(looked_up.detach(), values)
         looked_up.backward(torch.full_like(looked_up, 2.0))
         model.fused_optimizer.step()
-        table = model.rows.shard().rows
+        table = own_rows(model).shard().rows
         assert torch.equal(torch.stack([table[place] for place in places]), values - 1)
         assert table.count_nonzero() == (values - 1).count_nonzero()
 
