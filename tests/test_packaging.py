@@ -45,13 +45,13 @@ def test_wheel_is_complete_and_trains_outside_the_checkout(source, tmp_path):
         kept = [path for path in (source / folder).rglob("*") if path.is_file()]
         names = [str(home / path.relative_to(source)) for path in kept]
         assert kept and [name for name in names if name not in inside] == []
-    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     borrowed = [path for path in sys.path if Path(path).name == "site-packages"]
     (packages / "borrowed.pth").write_text("\n".join(borrowed))
     bin = tmp_path / "venv" / "bin"
-    run(bin / "pip", "install", "-q", "--no-index", "--no-deps", "--ignore-installed", wheel,
-        cwd=tmp_path)  # fmt: skip
+    install = ["install", "-q", "--no-index", "--no-deps", "--ignore-installed", wheel]
+    run(sys.executable, "-m", "pip", "--python", bin / "python", *install, cwd=tmp_path)
     demo = ["train", "demo", "--train.epochs", "2", "--run.dir", "mine"]
     assert "run folder: mine" in run(bin / "kge-torchrec", *demo, cwd=tmp_path)
     assert (tmp_path / "mine" / "results.json").is_file()
