@@ -65,8 +65,6 @@ known.null_count * 2 <= len(ids) => True
 found.pop(WEIGHT, None) => pass
 [data/readers/where.py: data/test_forms.py]
 isinstance(op, ast.And) else pc.or_kleene => True else pc.or_kleene
-[commands/prepare.py: data/test_prepare.py -k threads_are]
-threads = min(threads, cores()) => threads = threads
 [data/leaks.py: reports/test_data_check.py]
 once = codes // 2 <= others // 2 => once = codes <= others
 [data/type_sources.py: data/test_types.py]
