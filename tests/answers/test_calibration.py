@@ -191,6 +191,7 @@ def test_a_relation_with_one_kind_of_answer_has_the_common_curve():
 curves = st.builds(Curve, st.floats(0.01, 50), st.floats(-20, 20))
 
 
+@settings(max_examples=40)
 @given(curves, st.lists(st.integers(-4000, 4000), min_size=2, max_size=20, unique=True))
 def test_larger_scores_have_larger_probabilities(curve, quarters):
     special = curve.at(np.array([-np.inf, np.nan, np.inf]))
@@ -215,6 +216,7 @@ def test_fitted_curves_keep_the_order_and_the_share_of_true_answers(seed, count,
     assert errors(found, labels)["log_loss"] < 1
 
 
+@settings(max_examples=20)
 @given(st.dictionaries(st.integers(0, 50), curves, max_size=3), curves,
        st.lists(st.tuples(st.floats(-5, 5, width=16), st.integers(0, 50)), max_size=9))  # fmt: skip
 def test_a_calibration_that_was_written_answers_as_before(own, common, answers):

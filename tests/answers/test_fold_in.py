@@ -29,7 +29,7 @@ def row_of(model, facts, label="new"):
     return folded.rows(folded.entity_ids(label))
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(order=st.permutations(range(len(FACTS + OTHERS))), repeats=st.integers(0, 3))
 def test_a_row_depends_on_nothing_but_its_facts(run, order, repeats):
     """Neither on the order of facts, repeats, or the other new entities."""

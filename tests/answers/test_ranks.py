@@ -64,7 +64,8 @@ def on_ranks(path, export, folder):
                 errors.append(f"{type(error).__name__}: {error}")
         curves = run.calibrate().curves
         assert run.predict("e1", "r0")[0].probability is not None
-        single = load_model(export).predict("e1", "r0", k=5)  # which has all rows
+        whole = load_model(export)  # which has all rows on every rank
+        single = whole.predict("e1", "r0", k=5), whole.score([("e1", "r0", "e2")])
     return results, errors, curves, single
 
 
@@ -96,7 +97,8 @@ def test_answers_do_not_depend_on_number_of_ranks(trained, run, model, tmp_path,
         ]  # fmt: skip
         assert "queries: row 1: unknown entity 'nobody'" in errors[2]
         assert curves == results[0][2]
-        assert [a.label for a in single] == [a.label for a in model.predict("e1", "r0", k=5)]
+        assert [a.label for a in single[0]] == [a.label for a in model.predict("e1", "r0", k=5)]
+        assert single[1] == pytest.approx(model.score([("e1", "r0", "e2")]), rel=1e-4)
     columns = [
         [line.split("\t")[:6] for line in text.splitlines()]
         for text in (written, (tmp_path / "out").read_text())

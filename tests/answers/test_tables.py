@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from training_runs import config_of
@@ -83,22 +82,6 @@ def test_columns_have_the_names_of_the_config(tmp_path):
         model = load_model(run.export(tmp_path / "export"))
         assert model.score(table) == run.score(table)
         assert model.predict(table.select(["who"]).slice(0, 5), k=2) == expected
-
-
-def test_types_and_probabilities_are_columns(tmp_path):
-    rng = np.random.default_rng(0)
-    triples = [(f"user:{u}", "visits", f"place:{p}") for u, p in rng.integers(0, 20, (300, 2))]
-    config = config_of("unused", tmp_path / "run", data__types="prefix", train__epochs=3)
-    with api.train(config, triples=triples) as run:
-        pytest.importorskip("sklearn")
-        run.calibrate()
-        answers = run.predict(head=["user:1", "user:2"], relation="visits", k=3)
-        assert set(answers["head_type"].to_pylist()) == {"user"}
-        assert set(answers["tail_type"].to_pylist()) == {"place"}
-        single = [a.probability for a in run.predict("user:2", "visits", k=3)]
-        assert None not in single and answers["probability"].to_pylist()[3:] == single
-        scored = run.score(answers)
-        assert scored["probability"] == answers["probability"]
 
 
 def test_data_frames_give_data_frames(run):

@@ -192,6 +192,11 @@ def test_answers_differ_between_kinds():
     assert {answer.known for answer in answers} >= {None, "train"}
     assert answers[0].probability is not None
     assert answers[0].probability == pytest.approx(1 / (1 + np.exp(1 - answers[0].score / 2)))
+    table = model.predict([head], "r0", k=40)
+    assert {*table["head_type"].to_pylist()} == {"user"}
+    assert {*table["tail_type"].to_pylist()} == {"place"}
+    assert table["probability"].to_pylist() == [answer.probability for answer in answers]
+    assert model.score(table)["probability"] == table["probability"]
     new = model.predict(head, "r0", k=40, known=False)
     assert [a.label for a in new] == [a.label for a in answers if a.known is None]
     assert run.model.store.path != model.store.path

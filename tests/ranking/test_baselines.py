@@ -133,7 +133,7 @@ def as_counts(counts, triples):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     TRIPLES, TRIPLES, TRIPLES, st.booleans(), st.integers(1, 5), st.integers(1, 9),
     st.lists(st.sampled_from([0.0, 1.0, np.nan, np.inf, -np.inf]), min_size=N, max_size=N),
