@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 from grown_runs import base_config, featured_run, new_triples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import random_triples, shared_folder
+from training_runs import random_triples
 
 from kge_torchrec import api, extend, load_model, prepare
 from kge_torchrec.answers.bulk import answer_file
-from kge_torchrec.answers.calibration import Calibration, Curve
+from kge_torchrec.answers.calibration import Curve
 from kge_torchrec.answers.queries import PARTS, Choice, new_links
 from kge_torchrec.errors import DataError
 
@@ -25,10 +24,6 @@ TABLES = {"user": {"optimizer": "adagrad"}, "place": {"lr": 0.02}}
 TYPED = {"data__types": "prefix", "model__reciprocal": False}
 KINDS: dict[str, dict[str, Any]] = {
     "complex": {},
-    "rotate": {"model__scorer": "rotate"},
-    "conve": {"model__scorer": "conve", "model__dim": 12},
-    "biases": {"model__scorer": "rote", "model__reciprocal": False, "model__biases": True,
-               "model__dim": 10},
     "options": {"model__scorer": "keci", "model__options__p": 1, "model__options__q": 2,
                 "model__normalization": "layer"},
     "averaged": {"train__averaging": "ema"},
@@ -39,53 +34,42 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _closes_runs():
-    """Other files look at whether a process group is left."""
-    yield
-    for run in OPEN:
-        run.close()
-    OPEN.clear()
-    run_and_export.cache_clear()
+def typed_splits():
+    """Triples of users and places; a relation has the same types on its sides."""
+    names = [f"user:{i}" for i in range(25)] + [f"place:{i}" for i in range(12)]
+    triples = []
+    for head, relation, tail in random_triples(37, 3, 350):
+        head, tail = (names[int(x[1:])] for x in (head, tail))
+        if head.startswith("user") and tail.startswith("place" if relation == "r0" else "user"):
+            triples.append((head, relation, tail))
+    return {"train": triples[60:], "valid": triples[:45], "test": triples[45:60]}
 
 
-OPEN: list[api.Run] = []
-
-
-@functools.cache
-def run_and_export(kind: str):
-    """The calibrated run, open, and the loaded export, whose run and store are moved away."""
-    folder = shared_folder()
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """The calibrated run, open, and the loaded export; and their kind."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     if kind == "featured":
         trained = shutil.copytree(featured_run(), folder / "run")
-    elif "data__types" in KINDS[kind]:
-        names = [f"user:{i}" for i in range(25)] + [f"place:{i}" for i in range(12)]
-        triples = []
-        for head, relation, tail in random_triples(37, 3, 350):
-            head, tail = (names[int(x[1:])] for x in (head, tail))
-            if head.startswith("user") and tail.startswith("place" if relation == "r0" else "user"):
-                triples.append((head, relation, tail))
-        splits = {"train": triples[60:], "valid": triples[:45], "test": triples[45:60]}
-        store = prepare(splits, folder / "store", {"types": "prefix"}, log_notes=False)
-        changes = {key: value for key, value in KINDS[kind].items() if key != "data__types"}
-        trained = api.train(base_config(store.path, folder / "run", **changes)).path
     else:
-        triples = random_triples(37, 3, 190)
+        changes, triples = dict(KINDS[kind]), random_triples(37, 3, 190)
+        types = changes.pop("data__types", None)
         splits = {"train": triples[:130], "valid": triples[130:175], "test": triples[175:]}
-        store = prepare(splits, folder / "store", log_notes=False)
-        trained = api.train(base_config(store.path, folder / "run", **KINDS[kind])).path
+        data = {"types": types} if types else {}
+        store = prepare(
+            typed_splits() if types else splits, folder / "store", data, log_notes=False
+        )
+        trained = api.train(base_config(store.path, folder / "run", **changes)).path
     if kind == "extended":
         trained = extend(trained, new_triples(), folder / "grown", epochs=1).path
     with api.open_run(trained) as run:
-        run.calibrate(limit=50)
-    fitted = Calibration.read(run.path)
-    own = {part: {0: Curve(0.5, -1.0)} for part in fitted.curves}
-    replace(fitted, own=own).write(run.path)  # graphs of this size have no curves of relations
-    run = api.open_run(trained)
-    OPEN.append(run)
-    model = load_model(run.export(folder / "export"))
-    assert model.calibration is not None
-    return run, model
+        fitted = run.calibrate(limit=50)
+    own = {part: {0: Curve(slope=0.5, intercept=-1.0)} for part in fitted.curves}
+    replace(fitted, own=own).write(trained)  # graphs of this size have no curves of relations
+    with api.open_run(trained) as run:
+        model = load_model(run.export(folder / "export"))
+        assert model.calibration is not None
+        yield run, model, kind
 
 
 def outcome(ask, *arguments):
@@ -102,9 +86,8 @@ QUERIES = st.tuples(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_export_answers_like_its_run(kind):
-    run, model = run_and_export(kind)
+def test_export_answers_like_its_run(pair):
+    run, model, _ = pair
 
     @settings(max_examples=8)
     @given(QUERIES)
@@ -128,10 +111,9 @@ def test_export_answers_like_its_run(kind):
     check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_export_answers_tables_like_its_run(kind):
+def test_export_answers_tables_like_its_run(pair):
     """Each missing part, recommendations and scores, with types and probabilities."""
-    run, model = run_and_export(kind)
+    run, model, kind = pair
     triples = model.store.train[::9]
     of = (model.entity_labels, model.relation_labels, model.entity_labels)
     table = pa.table({
@@ -159,9 +141,8 @@ def test_export_answers_tables_like_its_run(kind):
     assert ("tail_type" in answers.column_names) == (kind in ("typed", "tables"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_export_answers_new_entities_like_its_run(kind):
-    run, model = run_and_export(kind)
+def test_export_answers_new_entities_like_its_run(pair):
+    run, model, _ = pair
     triples = model.store.train[:3]
     of = (model.entity_labels, model.relation_labels, model.entity_labels)
     heads, relations, tails = (labels.labels(x) for labels, x in zip(of, triples.T, strict=True))
@@ -182,15 +163,18 @@ def test_export_answers_new_entities_like_its_run(kind):
             assert None not in [answer.probability for answer in found]
 
 
-def test_answers_differ_between_kinds():
-    """The property above compares what each kind adds, not models that are all alike."""
-    run, model = run_and_export("typed")
+def test_exports_hold_what_each_kind_adds(pair):
+    """The properties above compare what each kind adds, not models that are all alike."""
+    _, model, kind = pair
     store = model.store
+    assert store.has_features == (kind == "featured")
+    assert (model.num_entities == 46) == (kind == "extended")
+    if kind != "typed":
+        return
     head = store.entities[store.train[store.train[:, 1] == store.relations.ids(["r0"])[0]][0, 0]]
     answers = model.predict(head, "r0", k=40)
     assert {answer.label.split(":")[0] for answer in answers} == {"place"}
     assert {answer.known for answer in answers} >= {None, "train"}
-    assert answers[0].probability is not None
     assert answers[0].probability == pytest.approx(1 / (1 + np.exp(1 - answers[0].score / 2)))
     table = model.predict([head], "r0", k=40)
     assert {*table["head_type"].to_pylist()} == {"user"}
@@ -199,9 +183,6 @@ def test_answers_differ_between_kinds():
     assert model.score(table)["probability"] == table["probability"]
     new = model.predict(head, "r0", k=40, known=False)
     assert [a.label for a in new] == [a.label for a in answers if a.known is None]
-    assert run.model.store.path != model.store.path
-    assert run_and_export("featured")[1].store.has_features
-    assert run_and_export("extended")[1].num_entities == 46
 
 
 def test_export_lives_without_its_run(tmp_path):
