@@ -19,7 +19,7 @@ from ranking_cases import (
 
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import blocks
-from kge_torchrec.ranking.blocks import ModelScores, score_block
+from kge_torchrec.ranking.blocks import ModelScores, Queries, score_block
 from kge_torchrec.ranking.ranks import metrics, rank_triples
 from kge_torchrec.ranking.search import RankOptions
 
@@ -153,10 +153,12 @@ def test_training_mode_is_restored():
         rank_triples(ModelScores(scorer, whole(duplicated_table())), QUERIES[:2], None)
         assert scorer.training is mode
     scorer.train()
-    with pytest.raises(IndexError):
-        rank_triples(
-            ModelScores(scorer, whole(duplicated_table())), torch.tensor([[0, 0, N]]), None
-        )
+    scores, wrong = ModelScores(scorer, whole(duplicated_table())), np.array([[0, 0, N]])
+    for work in (
+        lambda: rank_triples(scores, wrong, None), lambda: scores.of(*Queries.of(wrong, "tail"))
+    ):  # fmt: skip
+        with pytest.raises(IndexError):
+            work()
     assert scorer.training
 
 
