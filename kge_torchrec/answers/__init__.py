@@ -236,4 +236,4 @@ def _answers(
     ids, lists = query_ids(model, query), [part for part in query if np.ndim(part)]
     if lists:
         return table_of(model, in_batches(ids), rows_of, lists[0], "queries")
-    return predictions(model, missing_part(query), ids.clip(0), choice)[0]
+    return predictions(model, missing_part(query), ids, choice)[0]

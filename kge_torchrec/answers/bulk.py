@@ -53,7 +53,7 @@ def answer_rows(model: TrainedModel, choice: Choice, batch: Batch) -> pa.Table:
         places = np.flatnonzero(batch.ids[:, column] < 0)
         for start in range(0, len(places), QUERIES):
             some = places[start : start + QUERIES]
-            found = answered(model, missing, batch.ids[some].clip(0), choice)
+            found = answered(model, missing, batch.ids[some], choice)
             asked = pa.array([missing] * len(found.query), pa.string())
             rows = _rows(
                 model, batch.lines[some][found.query], found.triples, found.scores, missing,
