@@ -247,7 +247,7 @@ class VerbParser(argparse.ArgumentParser):
             help = "the store of the run's triples, if it is no longer where the run trained"
             self.add_argument("--data.path", metavar="STORE", help=help)
             help = "number of CPU threads per process (default: all cores, shared by the processes)"
-            self.add_argument("--threads", type=_positive, metavar="N", help=help)
+            self.add_argument("--threads", type=_threads, metavar="N", help=help)
         if self.runs:
             help = (
                 "import this module for a run or export that names a class of it: its code runs "
@@ -261,6 +261,12 @@ class VerbParser(argparse.ArgumentParser):
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:  # as the key; each takes memory
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 1,024, got {text}")
     return int(text)
 
 
@@ -282,10 +288,11 @@ def _option(item: inspect.Parameter, hint: Any) -> tuple[list[str], dict[str, An
     elif hint is bool:
         options["action"] = "store_false" if item.default else "store_true"
     else:
-        shown = [word for word in words if word not in ("run", "positive")]
+        shown = [word for word in words if word not in ("run", "positive", "threads")]
         usual = {int: "N", float: "X"}.get(hint, item.name.upper())
         options["metavar"] = shown[-1] if shown else usual
-        options["type"] = _positive if "positive" in words else hint
+        types = {"positive": _positive, "threads": _threads}
+        options["type"] = next((types[word] for word in words if word in types), hint)
     if not (item.default in (item.empty, None, ()) or isinstance(item.default, bool)):
         default = " ".join(map(str, item.default)) if several else item.default
         options["help"] = f" (default: {default})"

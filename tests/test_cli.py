@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor as Pool
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
 
+import pyarrow
 import pytest
 import torch
 from training_runs import QUIET
@@ -24,6 +26,7 @@ from kge_torchrec.commands.predict import predict
 from kge_torchrec.commands.show import show
 from kge_torchrec.config import all_keys
 from kge_torchrec.config.parser import load_config
+from kge_torchrec.data import streams
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.trainer import NonFiniteLoss
@@ -142,6 +145,19 @@ def test_threads_of_a_verb_hold_for_runs_and_exports(run, tmp_path, monkeypatch)
     finally:
         torch.set_num_threads(before)
     assert seen == [2, 2]
+
+
+def test_threads_of_prepare_are_those_that_read(tmp_path, monkeypatch):
+    before, seen = pyarrow.cpu_count(), set()
+    (tmp_path / "g.tsv").write_text("a\tr\tb\nb\tr\tc\nc\tr\ta\n" * 3)
+    monkeypatch.setattr(streams, "ThreadPoolExecutor", lambda n: seen.add(n) or Pool(n))
+    try:
+        for number, words in ((1, ["prepare", "-o", str(tmp_path / "s")]), (2, ["data", "check"])):
+            assert main([*words, str(tmp_path / "g.tsv"), "--threads", str(number)]) == 0
+            assert pyarrow.cpu_count() == number and seen == {number}
+            seen.clear()
+    finally:
+        pyarrow.set_cpu_count(before)
 
 
 def test_finished_run_resumes(run, capsys):

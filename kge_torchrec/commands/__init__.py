@@ -24,7 +24,7 @@ ConfigName = Annotated[str, "CONFIG", "run"]  # a YAML file, the name of a publi
 RunPath = Annotated[str, "RUN", "run"]  # a folder
 File = Annotated[str, "FILE"]
 Count = Annotated[int, "K", "positive"]
-Threads = Annotated[int | None, "N", "positive"]
+Threads = Annotated[int | None, "N", "threads"]
 Settings = Sequence[str]  # ["--key.sub=value", ...]
 Log = Literal["text", "json"]
 Table = Literal["table", "json"]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from kge_torchrec.commands import Settings, Table
+from kge_torchrec.commands import Settings, Table, Threads
 from kge_torchrec.config.parser import data_config
 
 
@@ -19,6 +19,7 @@ def prepare(
     memory: Annotated[float | None, "GIB"] = None,
     overwrite: bool = False,
     progress: bool = True,
+    threads: Threads = None,
 ) -> int:
     """Turn files of triples into a store for many runs.
 
@@ -35,6 +36,7 @@ def prepare(
         overwrite: replace an existing store
         progress: show no progress bar
     """
+    _limit_threads(threads)
     from kge_torchrec.data.prepare import prepare as write_store
     from kge_torchrec.data.report import notes
 
@@ -61,6 +63,7 @@ def data(
     settings: Settings = (),
     seed: int = 0,
     format: Table = "table",
+    threads: Threads = None,
 ) -> int:
     """Check a graph for leaks, repeats and unseen entities.
 
@@ -71,9 +74,17 @@ def data(
         check: what to do
         data: a store, or a source of triples like in prepare
     """
+    _limit_threads(threads)
     from kge_torchrec.reports.data_check import check_data, text
 
     source = data[0] if len(data) == 1 else data
     results = check_data(source, data_config(settings), seed=seed)
     print(json.dumps(results) if format == "json" else text(results))
     return 0
+
+
+def _limit_threads(threads: int | None) -> None:
+    if threads is not None:
+        import pyarrow
+
+        pyarrow.set_cpu_count(threads)

@@ -63,7 +63,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 # More threads would hold more blocks in memory than they save time.
-WORKERS = min(4, pa.cpu_count())
+MOST_WORKERS = 4
 
 
 def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -71,8 +71,9 @@ def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) ->
 
     The function should release Python's lock, as pyarrow's do.
     """
-    with ThreadPoolExecutor(WORKERS) as pool:
-        yield from in_order(pool, WORKERS, function, items)
+    workers = min(MOST_WORKERS, pa.cpu_count())
+    with ThreadPoolExecutor(workers) as pool:
+        yield from in_order(pool, workers, function, items)
 
 
 def in_order(
