@@ -108,6 +108,13 @@ def test_large_batches_are_extended_from_smaller_ones(
         assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.02), name
 
 
+def test_what_works_in_pieces_is_counted_on_small_batches():
+    """A plan of HousE took 11 seconds."""
+    keys = {"model__scorer": "house", "model__reciprocal": False, "train__batch_size": 512}
+    plan = plan_of("1xCPU", negatives__count=32, model__dim=16, **keys)
+    assert plan.cost and {triples for _, triples, *_ in plan.costs._counted} == {32, 64}
+
+
 def test_many_queries_are_extended_from_fewer_on_a_cpu(monkeypatch):
     keys = {"model__scorer": "complex", "train__batch_size": 400, "model__dim": 32}
     monkeypatch.setattr(module, "_QUERIES", 800)

@@ -38,6 +38,14 @@ def test_clusters_have_hosts_memory_and_links():
     assert parse_devices("2xCPU-48GB").device.host_memory == 48 * GIB
 
 
+def test_larger_clusters_fill_a_host_then_whole_hosts():
+    """The ranks of a CPU host share its memory, so only more hosts help."""
+    larger = parse_devices("1xH100").larger
+    assert [cluster.world_size for cluster in larger[:9]] == [2, 3, 4, 5, 6, 7, 8, 16, 24]
+    larger = parse_devices("2xCPU-64GB").larger
+    assert [(cluster.world_size, cluster.hosts) for cluster in larger[:2]] == [(4, 2), (6, 3)]
+
+
 def test_any_card_has_the_speeds_of_the_preset_that_is_nearest_in_memory():
     device, near = parse_devices("8xGPU-96GB").device, PRESETS["A100-80GB"]
     assert device == replace(near, name="GPU-96GB", memory=96 * GIB)
