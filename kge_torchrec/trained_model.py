@@ -177,8 +177,6 @@ class TrainedModel:
         """Return the known answers of each split, and of "facts"; the first ones win."""
         splits = {split: self.store.filter_index((split,)) for split in SPLITS}
         if self.facts is not None:
-            total = self.facts.num_entities
-            splits = {split: index.widened(total) for split, index in splits.items()}
             splits["facts"] = self.facts
         return splits
 
@@ -235,7 +233,9 @@ class TrainedModel:
         those of a baseline; None: those of the model.
         """
         triples = np.asarray(triples, dtype=np.int64)
-        known = self.store.filter_index(FILTERS[split or "test"], None if split else triples)
+        known = self.store.filter_index(FILTERS[split or "test"])
+        if split is None:
+            known = known.joined(FilterIndex.of(triples))
         with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
             scores = scores or self._scores()
             if evaluation.candidates == "fixed":

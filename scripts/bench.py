@@ -184,9 +184,8 @@ def rank_here(data: Path) -> list[float]:
     import torch
     from floor import read_graph
 
-    from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+    from kge_torchrec.data.store.filter_index import FilterIndex
     from kge_torchrec.embeddings.backend import EntityShard
-    from kge_torchrec.models.scorers import SIDES
     from kge_torchrec.models.scorers.bilinear import ComplEx
     from kge_torchrec.ranking.blocks import ModelScores
     from kge_torchrec.ranking.ranks import rank_triples
@@ -197,11 +196,7 @@ def rank_here(data: Path) -> list[float]:
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter)
     shard = EntityShard(torch.randn(entities, DIM), 0, entities)
-    indices = [
-        {side: build_side(side, triples, entities, relations) for side in SIDES}
-        for triples in splits.values()
-    ]
-    known = FilterIndex(indices, entities, relations)
+    known = FilterIndex.of(*splits.values())
     return _rates(
         lambda: rank_triples(ModelScores(scorer, shard), splits["test"], known), len(splits["test"])
     )

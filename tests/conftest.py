@@ -54,6 +54,9 @@ catching_logs.__enter__ = catch_at_root
 def shared_folders(tmp_path_factory):
     """Folder for files that tests share; pytest removes it with its other folders."""
     os.environ["KGE_TESTS_SHARED"] = str(tmp_path_factory.mktemp("shared"))
+    from kge_torchrec.data import numbering
+
+    numbering.BUCKETS = 4  # any number gives the same store; 64 take twice as long
 
 
 @pytest.fixture(scope="session")

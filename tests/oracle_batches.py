@@ -7,6 +7,7 @@ Shapes: B triples per step, K negatives, C chunks, T training triples.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from kge_torchrec.data.negatives import (
     NegativeSampler,
     UniformSampler,
     random_numbers,
+    typed_sampler,
 )
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.typed_negatives import typed_sampler
 
 
 def global_batch(
@@ -81,6 +82,7 @@ def suits(
         for line in Path(store.report["types"]["source"]).read_text("utf-8").splitlines():
             entity, of = line.split("\t")
             types.setdefault(entity, set()).add(of)
+    of_all = Counter(of for name in label for of in types.get(name, ()))
     good = torch.ones(candidates.shape, dtype=torch.bool)
     count = (options.head_count if side == "head" else None) or options.count
     held = candidates.shape[1]
@@ -91,8 +93,9 @@ def suits(
         if options.among == "seen":
             right = {triple[column] for triple in train if triple[1] == row[1]}
         elif options.among == "types":
-            own = types.get(label[row[column]], set())
-            right = {e for e in right if types.get(label[e], set()) & own}
+            own = [of for of in types.get(label[row[column]], ()) if of_all[of] > 1]
+            rarest = min(sorted(own, reverse=True), key=of_all.get, default=None)
+            right = {e for e in right if rarest in types.get(label[e], ())}
         if len(right) > 1:
             good[i, :held] = torch.tensor([e in right for e in candidates[i, :held].tolist()])
     return good

@@ -6,10 +6,9 @@ import torch.distributed as dist
 from scorer_cases import SCORERS
 from worlds import run_world
 
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges, build_side
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.comparisons import Comparison
-from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.models.scorers.base import Scorer
 
 # Those whose scores are a matrix product, distances and blocks of distances; that the others'
@@ -48,10 +47,8 @@ class ColumnScorer(Scorer):
         return anchor
 
 
-def make_known(triples, num_entities, num_relations):
-    triples = np.asarray(triples, np.int64).reshape(-1, 3)
-    index = {side: build_side(side, triples, num_entities, num_relations) for side in SIDES}
-    return FilterIndex([index], num_entities, num_relations)
+def make_known(triples):
+    return FilterIndex.of(np.asarray(triples, np.int64).reshape(-1, 3))
 
 
 def answers_of(query, entity, queries):

@@ -29,7 +29,7 @@ from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import scores as score_kernels
 from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
-from kge_torchrec.kernels.operators import count_block, distinct
+from kge_torchrec.kernels.operators import count_block
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.rows import update_rows
 from kge_torchrec.kernels.triple_products import EncodeTriples
@@ -49,7 +49,6 @@ def load_kernels() -> None:
     score_kernels.normalizers(scores, statistics, True)
     score_kernels.gradients(scores, statistics, torch.ones(1), statistics, True)
     score_kernels.LogSums.apply(scores, scores > 0, True)
-    distinct(torch.zeros(2, dtype=torch.int64))
     dropped(torch.ones(2), 0.5, 0)
     none = torch.zeros(1, dtype=torch.int64)
     parts = EncodeTriples.apply(table, table, ["real"], none, *[none] * 4)

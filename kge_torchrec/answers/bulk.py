@@ -194,7 +194,7 @@ def table_of(
         for part in ("tail", "head"):
             ids = model.entity_labels.search(rows[part].to_pylist())
             is_new = ids >= model.num_entities  # of facts, which may fit several types
-            types = model.ends.types_of(np.where(is_new, 0, ids))
+            types = model.ends.type[np.where(is_new, 0, ids)]
             kinds = pa.array(model.ends.names).take(pa.array(types, mask=is_new))
             rows = rows.add_column(at, f"{part}_type", kinds)
     library = type(like).__module__.partition(".")[0]

@@ -34,7 +34,7 @@ from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.reading import open_sources
 from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
@@ -104,7 +104,7 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
     are known answers. See ``Answering.fold_in``.
     """
     facts = on_first_rank(model.processes, lambda: read_facts(model, source))
-    count, total = model.num_entities, model.num_entities + len(facts)
+    count = model.num_entities
     config, ends = _config_of(model), model.ends
     entities = _WithLabels(model.entity_labels, [own.label for own in facts])
     if ends is not None:
@@ -114,13 +114,10 @@ def fold_in(model: TrainedModel, source: InMemory | str | Path) -> TrainedModel:
     triples = np.concatenate([
         np.where(own.triples < 0, count + number, own.triples) for number, own in enumerate(facts)
     ])  # fmt: skip
-    index: dict[str, SideIndex] = {
-        side: build_side(side, triples, total, model.num_relations) for side in SIDES
-    }
     folded = copy.copy(model)  # shares the candidates that the model keeps
     folded.shard = _WithRows(**vars(model.shard), new=rows.to(model.shard.device))
     folded.entity_labels, folded.ends = entities, ends
-    folded.facts = FilterIndex([index], total, model.num_relations)
+    folded.facts = FilterIndex.of(triples)
     return folded
 
 

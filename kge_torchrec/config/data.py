@@ -191,10 +191,10 @@ class NegativesConfig(Section, prefix="negatives."):
     filtered: bool = False
     """Never use a known training triple as a negative."""
     among: Literal["all", "seen", "types"] = key(None)
-    """Entities to draw from: all; seen (with the relation and side); types (of the answer). Queries
-    without such entities use all. 1vsall, kvsall and allvsall take all, or those of the types of
-    the relation. null: types where every entity has one type and the other settings allow it,
-    otherwise all."""
+    """Entities to draw from: all; seen (with the relation and side); types (of the answer; of
+    several types the rarest). Queries without such entities use all. 1vsall, kvsall and allvsall
+    take all, or those of the types of the relation. null: types where every entity has one type and
+    the other settings allow it, otherwise all."""
     among_share: Annotated[float, Check("in (0, 1]", lambda share: 0 < share <= 1)] = key(
         1.0, acts=only_with("negatives.among", "seen", "types")
     )

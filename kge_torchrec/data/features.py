@@ -33,21 +33,13 @@ if TYPE_CHECKING:  # torch is loaded where tensors are made: preparing a store d
 
 @dataclass(frozen=True)
 class Features:
-    """The features of all entities of a store, as tensors.
+    """The features of all entities of a store, as tensors (see `Attributes`)."""
 
-    Args:
-        count: F.
-        indptr: (N + 1,) int64, where the features of each entity start.
-        ids: (M,) int64 ids of features from 0, ascending for each entity.
-        weights: (M,) float32.
-        own: (N,) bool, whose own row counts.
-    """
-
-    count: int
+    count: int  # F
     indptr: Tensor
     ids: Tensor
     weights: Tensor
-    own: Tensor
+    own: Tensor  # (N,) bool, whose own row counts
 
     @classmethod
     def of(cls, store: TripleStore) -> Features | None:
@@ -90,20 +82,10 @@ def features_from(
     in_graph: np.ndarray,
     known: Attributes | None = None,
 ) -> Attributes:
-    """Return the features of entities from the rows of a file.
+    """Return the features of entities (N,) from the rows of a file (`readers.lists.read_pairs`).
 
-    A feature that an entity has twice counts once, with the sum of its weights.
-
-    Args:
-        rows: See `readers.lists.read_pairs`.
-        file: Their file, for messages.
-        entities: Labels (N,), those of the file among them.
-        in_graph: (N,) bool, which entities the graph has without the file.
-        known: Features of the first entities, whose names keep their ids.  Entities of the file
-            have those of the file instead.
-
-    Raises:
-        DataError: No entity of the file is in the graph.
+    DataError unless the file has an entity ``in_graph``, (N,) bool.  The names of ``known``
+    features keep their ids; entities of the file lose those that they had.
     """
     places = pc.index_in(rows["entity"], value_set=entities).to_numpy()
     if not in_graph[places].any():

@@ -2,12 +2,10 @@
 
 A sampler turns random numbers into candidates, on the device that makes the batches.  The numbers
 are a function of (seed, epoch, step, side, chunk), never of the world size: ranks that share a
-chunk sample the same candidates.  Every sampler keeps to the contract of ``NegativeSampler``: those
-of this file and of ``typed_negatives``, and those of other packages
-(docs/how-to/write-your-own-parts.md).
+chunk sample the same candidates.
 
 Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk,
-M numbers.
+M members.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +22,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kge_torchrec.config.checks import ConfigError, NonNegativeFloat
+from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.config.registry import construct
-from kge_torchrec.data import RELATION, SIDES, Side, answer_column
-from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
+from kge_torchrec.data import OTHER, RELATION, SIDES, Side, answer_column
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import FilterIndex, anchors_of, keys_of, relations_of
+from kge_torchrec.data.types import types_of
 from kge_torchrec.kernels.library import arrays
 from kge_torchrec.kernels.operators import IMPLEMENTATION
-
-if TYPE_CHECKING:
-    from kge_torchrec.data.store import TripleStore
 
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
 _PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
@@ -39,19 +37,10 @@ BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count: int) -> Tensor:
-    """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
+    """Return ``count`` random numbers in [0, 1) for each of some chunks: (C, count) float64.
 
-    Philox 4x64-10 (Salmon et al. 2011) makes them from a counter, so jumping to a chunk costs
-    nothing.
-
-    Args:
-        seed: Seed of the run.
-        place: Epoch, step and side.
-        chunks: Numbers of the chunks within the step.
-        count: Random numbers per chunk.
-
-    Returns:
-        (len(chunks), count) float64, on the CPU.
+    ``place`` is epoch, step and side.  Philox 4x64-10 (Salmon et al. 2011) makes the numbers from a
+    counter, so jumping to a chunk costs nothing.
     """
     epoch, step, side = place
     blocks = -(-count // _PER_COUNTER)
@@ -69,20 +58,15 @@ def _key_of_epoch(seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The input of a sampler: chunks of triples of one side.
+    """The input of a sampler: chunks of triples that share their candidates.
 
-    The triples of a chunk share their candidates.  Chunks are whole, the same on every rank that
-    trains a part of them; a chunk that the end of the step cuts short has its triples repeated.
-
-    Args:
-        side: The side that is corrupted, "head" or "tail".
-        numbers: (C, K) float64 random numbers in [0, 1).
-        load: Returns the triples (C, b, 3) int64; None where queries share their candidates.
+    Chunks are whole, the same on every rank that trains a part of them; a chunk that the end of the
+    step cuts short has its triples repeated.
     """
 
-    side: Side
-    numbers: Tensor
-    load: Callable[[], Tensor] | None = None
+    side: Side  # that is corrupted
+    numbers: Tensor  # (C, K) float64 random numbers in [0, 1)
+    load: Callable[[], Tensor] | None = None  # None where queries share their candidates
 
     @property
     def triples(self) -> Tensor:
@@ -94,10 +78,8 @@ class Chunks:
 class NegativeSampler:
     """Base of samplers: turns random numbers, and triples if it likes, into candidates.
 
-    A sampler has no random numbers of its own.  As the numbers and the chunks are a function of the
-    position in training, so are the candidates, on any number of ranks.
-
-    All tensors are on the device that makes the batches, where ``to`` moves those of the sampler.
+    A sampler has no random numbers of its own.  All tensors are on the device that makes the
+    batches, where ``to`` moves those of the sampler.
     """
 
     device = torch.device("cpu")
@@ -116,12 +98,12 @@ class NegativeSampler:
     def frequency_power(cls, options: Any) -> float | None:
         """Return the power of an entity's frequency that its probability is in proportion to.
 
-        The planner estimates the rows per step with it.  None, the default, is uniform.
+        The planner estimates the rows per step with it.  None is uniform.
         """
         return None
 
     def to(self, device: torch.device) -> NegativeSampler:
-        """Return the same sampler on a device, with the tensors and samplers that it holds."""
+        """Return the sampler on a device, with the tensors and samplers that it holds."""
         moved = copy.copy(self)
         moved.device = device
         for name, value in vars(self).items():
@@ -184,10 +166,6 @@ class DegreeSampler(NegativeSampler):
 
     Weights are whole numbers, so that every device adds them up to the same sums, of 8 bytes per
     entity.  Entities without a training triple are never sampled.
-
-    Args:
-        degrees: (N,) training triples that have each entity.
-        power: Exponent of the degree.
     """
 
     @dataclass(frozen=True)
@@ -208,10 +186,7 @@ class DegreeSampler(NegativeSampler):
     def __init__(self, degrees: np.ndarray, power: float):
         weights = np.zeros(len(degrees))
         np.power(degrees, float(power), where=degrees > 0, out=weights)
-        total = weights.sum()
-        if not total > 0:
-            raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
-        weights *= 2.0**50 / total  # with room for the entities whose weight is made 1
+        weights *= 2.0**50 / weights.sum()  # with room for the entities whose weight is made 1
         np.maximum(weights, 1, where=degrees > 0, out=weights)
         self.sums = torch.from_numpy(np.cumsum(weights.astype(np.int64)))
         self._total = int(self.sums[-1])
@@ -227,12 +202,8 @@ class DegreeSampler(NegativeSampler):
 class InBatchSampler(NegativeSampler):
     """Adds the answers of a chunk's triples to the candidates of another sampler.
 
-    Args:
-        others: The other sampler.
-        degrees: By side, (N,) training triples that have an entity there; only ``expected`` needs
-            them.
-        same_relation: Whether only answers of triples with the same relation are negatives, as in
-            TwHIN (El-Kishky et al. 2022).
+    With ``same_relation``, only answers of triples with the same relation are negatives, as in
+    TwHIN (El-Kishky et al. 2022).  ``degrees`` (N,) by side are needed by ``expected`` only.
     """
 
     def __init__(
@@ -275,13 +246,9 @@ class InBatchSampler(NegativeSampler):
 
 
 class FilteredSampler(NegativeSampler):
-    """Excludes candidates of another sampler that make known facts.
+    """Excludes candidates of another sampler that make known facts, of one split.
 
     Other devices than a CPU hold at most 16 bytes per fact.
-
-    Args:
-        others: The other sampler.
-        known: The facts, of one split.
     """
 
     def __init__(self, others: NegativeSampler, known: FilterIndex):
@@ -321,6 +288,132 @@ class FilteredSampler(NegativeSampler):
         _, starts, answers = self._known.side_index("tail")
         queries = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         return torch.from_numpy(keys_of(queries, answers)).to(self.device)
+
+
+class TypedSampler(NegativeSampler):
+    """Takes the first candidates of a chunk from entities of a kind: of a type, say.
+
+    Each of them is sampled for one triple of the chunk, chosen at random, and counts for the
+    triples of its kind.  A triple whose kind has no other entity takes those of ``others``.
+
+    Args:
+        others: Sampler of all other candidates.
+        share: Share of a chunk's sampled candidates that are of a kind.
+        members: (M,) ascending `filter_index.keys_of` a kind and each of its entities.
+        kinds: Number of kinds.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float, members: np.ndarray, kinds: int):
+        self.others, self.share = others, share
+        self.starts = torch.from_numpy(np.searchsorted(members, np.arange(kinds + 1) << 32))
+        self.members = torch.from_numpy(relations_of(members).astype(np.int32))  # half the cache
+
+    def kinds_of(self, side: Side, triples: Tensor) -> Tensor:
+        """Return the kinds (M,) of entities on a side of triples (M, 3)."""
+        raise NotImplementedError
+
+    def sample(self, chunks: Chunks) -> Tensor:
+        ids, triples, typed = self.others.sample(chunks), chunks.triples, self._typed(chunks)
+        if not len(triples):
+            return ids
+        # The whole part of a number times b, which is below b, chooses a triple; the rest chooses
+        # an entity for it.
+        rest = chunks.numbers[:, :typed] * triples.shape[1]
+        place = rest.long()
+        rest -= place
+        chunk = torch.arange(len(triples), device=place.device)[:, None]
+        kind = self.kinds_of(chunks.side, triples[chunk, place].flatten(0, 1))
+        first = self.starts.index_select(0, kind)
+        count = self.starts.index_select(0, kind + 1) - first
+        place = first + (rest.view(-1) * count).long()
+        chosen = self.members.index_select(0, place.clamp_(max=len(self.members) - 1)).long()
+        ids[:, :typed] = torch.where(count > 1, chosen, ids[:, :typed].reshape(-1)).view(rest.shape)
+        return ids
+
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
+        """Return which candidates are not of a triple's kind.
+
+        Answers of the batch, which follow the sampled candidates, have to be of the kind where all
+        sampled candidates have to be.
+        """
+        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)].contiguous()
+        kind = self.kinds_of(chunks.side, triples)
+        chunk = torch.arange(len(candidates), device=kind.device)
+        chunk = chunk.repeat_interleave(len(triples) // len(candidates))
+        # Compare once for all triples of a chunk that have the same kind.
+        unique, place = (chunk * len(self.starts) + kind).unique(return_inverse=True)
+        chunk, kind = unique // len(self.starts), unique % len(self.starts)
+        count = self.starts[kind + 1] - self.starts[kind]
+        fits = self._are_members(kind, typed, chunk).logical_or_((count <= 1)[:, None])
+        excluded = fits.logical_not_()
+        excluded = pad(excluded, (0, candidates.shape[1] - typed.shape[1])).index_select(0, place)
+        others = self.others.excluded(chunks, triples, candidates)
+        return excluded if others is None else excluded | others
+
+    def _typed(self, chunks: Chunks) -> int:
+        """Return how many of the sampled candidates of a chunk are of a kind."""
+        return max(1, round(self.share * chunks.numbers.shape[1]))
+
+    def _are_members(self, kind: Tensor, candidates: Tensor, chunk: Tensor) -> Tensor:
+        """Return which candidates (C, K) of chunks (B,) are of one kind each (B,): (B, K) bool."""
+        if IMPLEMENTATION["ids"](candidates) == "numba":
+            from kge_torchrec.data.store.search import mark_members  # loads slowly
+
+            found = torch.zeros(len(kind), candidates.shape[1], dtype=torch.bool)
+            ends = self.starts[kind], self.starts[kind + 1]
+            mark_members(*arrays(self.members, *ends, candidates, chunk, found))
+            return found
+        return places_among(self._keys, (kind[:, None] << 32) | candidates[chunk])[1]
+
+    @cached_property
+    def _keys(self) -> Tensor:
+        """(M,) ascending, a kind << 32 | entity for each member."""
+        kinds = torch.arange(len(self.starts) - 1, device=self.starts.device)
+        return (kinds.repeat_interleave(self.starts.diff()) << 32) | self.members
+
+
+class SeenSampler(TypedSampler):
+    """Takes entities that the triple's relation has on that side in train.
+
+    This is the local closed-world assumption of Krompass et al. 2015.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
+        members, self._relations = [], store.num_relations
+        for number, side in enumerate(SIDES):
+            # Tails are the anchors of the index for heads, and the other way round.
+            queries = store.side_index("train", OTHER[side]).queries
+            kind = relations_of(queries) + number * self._relations
+            members.append(np.sort(keys_of(kind, anchors_of(queries))))
+        super().__init__(others, share, np.concatenate(members), 2 * self._relations)
+
+    def kinds_of(self, side: Side, triples: Tensor) -> Tensor:
+        return triples[:, RELATION] + SIDES.index(side) * self._relations
+
+
+class TypeSampler(TypedSampler):
+    """Takes entities of the type of the triple's own entity; of several, the rarest it shares."""
+
+    def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
+        types = types_of(store)
+        count, entities = len(types.names), types.entities
+        super().__init__(others, share, np.sort(keys_of(types.ids, entities)), count + 1)
+        sizes = self.starts.diff().numpy()
+        order = np.argsort(-np.where(sizes > 1, sizes, np.inf)[types.ids], kind="stable")
+        own = np.full(store.num_entities, count)  # a kind without members
+        own[entities[order]] = types.ids[order]  # the last one of an entity stays
+        self.own = torch.from_numpy(own)
+
+    def kinds_of(self, side: Side, triples: Tensor) -> Tensor:
+        return self.own.index_select(0, triples[:, answer_column(side)])
+
+
+def typed_sampler(
+    others: NegativeSampler, config: NegativesConfig, store: TripleStore
+) -> NegativeSampler:
+    """Return the sampler that negatives.among names; DataError if the store lacks types."""
+    kind = SeenSampler if config.among == "seen" else TypeSampler
+    return kind(others, config.among_share, store)
 
 
 def places_among(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,10 @@
 """Parts of an entity table that lies on disk, and the order in which they meet in memory.
 
-The table is cut into P parts, of which C are in memory at a time: the buffer.  A triple can be
-trained while the parts of its head and its tail are both in the buffer.  An epoch is a list of
-stages.  From one stage to the next, one part of the buffer is exchanged.
-
-The order of the stages is BETA of Marius (Mohoney et al. 2021, "Marius: Learning Massive Graph
-Embeddings on a Single Machine").  It keeps C - 1 parts and passes all others through the last
-place, then keeps the next C - 1 parts.  Where the buffer holds half of the parts or more, the part
-that was there longest leaves, which needs as many exchanges and spreads the triples of a part over
-more stages.  An epoch begins with the buffer of the one before.
+The table is cut into P parts, of which C are in memory at a time: the buffer.  An epoch is a list
+of stages; from one to the next, one part of the buffer is exchanged.  Their order is BETA of Marius
+(Mohoney et al. 2021, "Marius: Learning Massive Graph Embeddings on a Single Machine"): it keeps
+C - 1 parts and passes all others through the last place, then keeps the next C - 1 parts.  Where
+half of the parts or more fit, the part that was there longest leaves.
 
 Each rank holds one block of consecutive ids, and cuts its own block into P parts.  Part p of the
 table is part p of all ranks, so the ranks exchange parts at the same steps, each on its own disk.
@@ -33,23 +29,14 @@ PAGE = max(4096, mmap.PAGESIZE)  # bytes; a part ends with a page, so that its f
 
 @dataclass(frozen=True)
 class PartLayout:
-    """How the rows of a table are cut into parts.
-
-    Args:
-        num_entities: N.
-        world_size: Number of ranks.
-        parts: P.
-        places: C, the parts in memory.
-        part_rows: Rows of a part on a rank; the last ones of the table may have fewer.
-        passes: How often an epoch goes through the stages.
-    """
+    """How the rows of a table are cut into parts."""
 
     num_entities: int
     world_size: int
-    parts: int
-    places: int
-    part_rows: int
-    passes: int = 1
+    parts: int  # P
+    places: int  # C, the parts in memory
+    part_rows: int  # of a part on a rank; the last ones of the table may have fewer
+    passes: int = 1  # how often an epoch goes through the stages
 
     @classmethod
     def of(
@@ -105,9 +92,7 @@ class PartLayout:
     def rows_of(self, ids: np.ndarray, buffer: tuple[int, ...]) -> np.ndarray:
         """Return the rows (M,) of ids in the buffers of all ranks, one after another.
 
-        Args:
-            ids: Ids of parts that are in the buffer.
-            buffer: The part in each place.
+        ``buffer`` has the part in each place.
         """
         place = np.zeros(self.parts, np.int64)
         place[list(buffer)] = np.arange(len(buffer))
@@ -141,7 +126,7 @@ class PartLayout:
         """Return the part in each place, stage by stage.
 
         Parts take other roles in every pass, so that all of them meet all others as candidates.
-        The first stage has the parts of the last stage of the epoch before, in the same places.
+        The first stage has the parts of the last stage of the epoch before.
         """
         first: tuple[int, ...] = ()
         order, results = stages(self.parts, self.places), list[tuple[int, ...]]()
@@ -157,20 +142,15 @@ class PartLayout:
 
 
 @cache
-def stages(parts: int, places: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of an epoch, in which every two parts meet.
+def stages(parts: int, places: int) -> list[tuple[int, ...]]:
+    """Return the part in each place, stage by stage; every two parts meet.
 
-    Args:
-        parts: P.
-        places: C, from 2 to P.
-
-    Returns:
-        The part in each place, stage by stage; neighbors differ in one place.
+    ``places`` is from 2 to ``parts``.  Neighbors differ in one place.
     """
     kept = _keeping_stages(parts, places)
     # With fewer places the other order would need more exchanges.
-    turns = _turning_stages(parts, places, len(kept)) if 2 * places >= parts else None
-    return tuple(turns or kept)
+    turning = _turning_stages(parts, places, len(kept)) if 2 * places >= parts else None
+    return turning or kept
 
 
 def _keeping_stages(parts: int, places: int) -> list[tuple[int, ...]]:
@@ -193,9 +173,10 @@ def _keeping_stages(parts: int, places: int) -> list[tuple[int, ...]]:
 
 
 def _turning_stages(parts: int, places: int, most: int) -> list[tuple[int, ...]] | None:
-    """Return stages in which parts leave in the order in which they came; None if over ``most``.
+    """Return stages in which the part that was there longest leaves; None if over ``most``.
 
-    Each exchange brings the most new pairs together.  Of those, it ends the longest stay.
+    Each exchange brings the most new pairs together.  On WN18RR, with 4 of 8 parts, the test MRR of
+    two seeds was .352 and .351 by these stages, and .376 and .331 by those of BETA.
     """
     buffer, entered = list(range(places)), np.arange(parts) - places
     unmet = ~np.eye(parts, dtype=bool)
@@ -207,8 +188,7 @@ def _turning_stages(parts: int, places: int, most: int) -> list[tuple[int, ...]]
         among = unmet[:, buffer]  # (P, C)
         new = among.sum(1, keepdims=True) - among  # pairs that meet if a part replaces another
         new[buffer] = -1
-        best = (new * (2 * most + parts) - entered[buffer]).argmax()
-        part, place = divmod(int(best), places)
+        part, place = divmod(int((new * (2 * most + parts) - entered[buffer]).argmax()), places)
         buffer[place] = part
         entered[part] = len(results)
         unmet[part, buffer] = unmet[buffer, part] = False

@@ -20,8 +20,6 @@ class EpochShuffle:
     """
 
     def __init__(self, size: int, seed: int, epoch: int):
-        if size < 1:
-            raise ValueError(f"an epoch needs at least one triple, got {size}")
         self.size = size
         self._half = max(1, (int(size - 1).bit_length() + 1) // 2)
         # The spawn key is mixed in apart from the seed, so (0, 1) and (1, 0) share nothing.

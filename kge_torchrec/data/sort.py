@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 CHUNK = 1 << 20  # rows per piece where whole columns would be copied
-_MERGED = 1 << 18  # values counted together
 
 
 def key_bits(*sizes: int) -> list[int]:
@@ -30,9 +28,7 @@ def key_bits(*sizes: int) -> list[int]:
 def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | None:
     """Return one uint64 per row that orders like the columns; None if it does not fit 64 bits.
 
-    Args:
-        columns: (T,) each, ``columns[i]`` with ids in ``[0, sizes[i])``.
-        sizes: Number of ids of each column.
+    ``columns[i]`` (T,) has ids in ``[0, sizes[i])``.
     """
     bits = key_bits(*sizes)
     if sum(bits) > 64:
@@ -92,22 +88,6 @@ def pointers(ids: np.ndarray, size: int) -> np.ndarray:
     return starts
 
 
-def value_counts(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of all parts, ascending, and how often each occurs; int64."""
-    values, counts = np.empty((2, 0), np.int64)
-    waiting: list[np.ndarray] = []
-    for part in chain(parts, [None]):
-        if part is not None:
-            waiting.append(part)
-        # Waiting for as many values as are merged already keeps the repeated merging linear.
-        if part is None or sum(map(len, waiting)) > max(_MERGED, len(values)):
-            new, times = np.unique(np.concatenate([values[:0], *waiting]), return_counts=True)
-            values, slot = np.unique(np.concatenate([values, new]), return_inverse=True)
-            counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
-            waiting = []
-    return values, counts
-
-
 def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that equal an earlier row, ascending, and the first such row of each."""
     key = pack(columns, sizes)
@@ -135,19 +115,11 @@ def drop_repeats(
     times: np.ndarray | None = None,
     old: int = 0,
 ) -> np.ndarray:
-    """Return which triples equal an earlier one, (T,) bool, which may be mapped.
+    """Return which triples (T, 3) equal an earlier one, (T,) bool, which may be mapped.
 
-    The earlier one gets the largest weight of all its repeats. With times it gets their earliest
-    time, and the largest of the weights at that time: a later weight would leak into train.
-
-    Args:
-        rows: (T, 3).
-        sizes: Numbers of entities and of relations.
-        most: Rows in memory.
-        folder: For files.
-        weights: (T,), changed in place.
-        times: (T,), changed in place.
-        old: So many of the first triples keep their weights.
+    The earlier one gets the largest weight of all its repeats, but not the first ``old`` triples.
+    With times it gets their earliest time, and the largest of the weights at that time: a later
+    weight would leak into train.  ``weights`` and ``times`` (T,) are changed in place.
     """
     count = 1 << max(0, -(-len(rows) // most) - 1).bit_length()
     bits = count.bit_length() - 1
@@ -177,15 +149,9 @@ def drop_repeats(
 def pieces(
     rows: np.ndarray, part_of: Callable[[np.ndarray], np.ndarray], count: int, folder: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the rows (M, 3) of each part with their numbers (M,), ascending.
+    """Yield the rows (M, 3) of each part, int32, with their numbers (M,), ascending.
 
-    One part is yielded as it is; several are spread over files.
-
-    Args:
-        rows: (T, 3) int32.
-        part_of: Returns the parts (M,), from 0 to ``count`` - 1, of some rows (M, 3).
-        count: Number of parts.
-        folder: For the files.
+    ``part_of`` returns the parts of some rows, below ``count``; several are spread over files.
     """
     if count == 1:
         yield rows, np.arange(len(rows))

@@ -1,9 +1,7 @@
 """Split triples at random, at random within each head, by time, or by the last ones of each head.
 
-No triple is in two splits: repeats are dropped before (`sort.drop_repeats`).  With times, the first
-occurrence stays, so test has nothing that was known in train.
-
-Rows and times may be mapped.  Memory holds some rows, and a few bytes per entity.
+Repeats are dropped before (`sort.drop_repeats`).  With times, the first occurrence stays, so test
+has nothing that was known in train.  Memory holds some rows, and a few bytes per entity.
 
 Shapes: T triples, M triples of a piece, N entities, R relations.
 """
@@ -27,12 +25,7 @@ _MUST_TRAIN = -1  # a place whose triple is the first one of an entity or relati
 
 @dataclass(frozen=True)
 class Split:
-    """How triples without splits are split.
-
-    Args:
-        options: The section ``data.split`` of a config.
-        seed: Seed of what is drawn; for last, of the order of triples with equal times.
-    """
+    """How triples without splits are split; ``seed`` also orders triples with equal times."""
 
     options: SplitOptions
     seed: int = 0
@@ -167,14 +160,9 @@ def _by_head(
 ) -> np.ndarray:
     """Return splits (T,): the last triples of each head are test, those before them valid.
 
-    Args:
-        rows: (T, 3).
-        counts: (N,) triples of each head.
-        wanted: (N,) triples of each head in valid, and in test; one triple always stays in train.
-        most: Rows in memory; more where a head has more.
-        folder: For files.
-        keys: Returns what triples (M, 3) of a head are ordered by, the last key first, from them
-            and their numbers (M,).
+    ``counts`` (N,) are the triples of each head, and ``wanted`` (N,) those in valid, and in test;
+    one always stays in train.  ``keys`` returns what triples (M, 3) of a head are ordered by, the
+    last key first, from them and their numbers (M,).
     """
     room = np.maximum(counts - 1, 0)
     test = np.minimum(wanted[1], room)

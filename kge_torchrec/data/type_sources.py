@@ -144,12 +144,7 @@ class TypeSource:
 
         If triples were split here (``is_whole``), all say which types a relation has at its ends.
         """
-        counts = np.diff(self.types.indptr)
-        report: dict[str, Any] = {
-            "source": self._name,
-            "types": len(self.types.names),
-            "entities": int((counts > 0).sum()),
-        }
+        report: dict[str, Any] = {"source": self._name}
         if self._is_relation:
             report["triples"] = self._count
         if not self.typed:
@@ -191,5 +186,4 @@ class TypeSource:
                 f"{split}: {head!r}, {name!r}, {tail!r} leads from {' to '.join(both)}, as do "
                 f"{len(rows) - 1:,} other such triples; by {source}, {name!r} leads from {right}"
             )
-        sizes = np.bincount(types, minlength=size).tolist()
-        return report | {"sizes": dict(zip(kinds, sizes, strict=True)), "ends": ends}
+        return report | {"ends": ends}

@@ -3,7 +3,6 @@
 An entity may have several types, or none.  A store is typed if each entity has one: then the ids of
 a type are runs, one in each of ``PARTS`` equal parts of all ids, and relations know the types of
 their ends.  So the ranks, which split the ids into equal blocks, look up equally many rows.
-`type_sources` finds the types of a store.
 
 Shapes: N entities, K types, B queries.
 """
@@ -48,11 +47,7 @@ def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
 
 
 class Ends:
-    """Which types stand at the ends of each relation; candidates of these types.
-
-    Args:
-        store: A typed store.
-    """
+    """Which types stand at the ends of each relation of a typed store."""
 
     label = "entities of the types that the relation has on that side"
 
@@ -60,7 +55,7 @@ class Ends:
         types = types_of(store)
         self.names: list[str] = types.names.to_pylist()
         self._entities, self._relations = store.entities, store.relations
-        self._type = types.ids  # (N,), of each entity
+        self.type = types.ids  # (N,) of each entity, an index in names
         self._new = np.empty((0, len(self.names)), bool)  # possible types of ids from N on
         self._bounds = _bounds_of_runs(types.ids)
         ends = store.report["types"]["ends"]  # pairs of types by relation
@@ -78,11 +73,9 @@ class Ends:
         }
 
     def with_entities(self, types: np.ndarray, entities: Vocabulary) -> Ends:
-        """Return the ends of a graph with more entities, behind the others.
+        """Return the ends of a graph with U more entities, of possible ``types`` (U, K) bool.
 
-        Args:
-            types: (U, K) bool, the possible types of each.
-            entities: The labels, those of the new entities included.
+        ``entities`` are the labels of all.
         """
         more = copy.copy(self)
         more._new, more._entities = types, entities
@@ -96,44 +89,32 @@ class Ends:
 
     def ranges(self, types: np.ndarray) -> np.ndarray:
         """Return the entities of types (K,) bool as ranges of ids: (S, 2), start and stop."""
-        chosen = np.concatenate([[False], types[self._type[self._bounds[:-1]]], [False]])
+        chosen = np.concatenate([[False], types[self.type[self._bounds[:-1]]], [False]])
         return self._bounds[np.diff(chosen)].reshape(-1, 2)
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) may be on a side: (n,) bool."""
-        return self._allowed[side][relation, self._type[first:stop]]
+        return self._allowed[side][relation, self.type[first:stop]]
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) may be on a side of its relation (B,): (B,) bool."""
-        allowed, is_new = self._allowed[side], entities >= len(self._type)
-        fits = allowed[relations, self.types_of(np.where(is_new, 0, entities))]
-        possible = self._new[entities[is_new] - len(self._type)]
+        allowed, is_new = self._allowed[side], entities >= len(self.type)
+        fits = allowed[relations, self.type[np.where(is_new, 0, entities)]]
+        possible = self._new[entities[is_new] - len(self.type)]
         fits[is_new] = (allowed[relations[is_new]] & possible).any(1)
         return fits
 
-    def types_of(self, entities: np.ndarray) -> np.ndarray:
-        """Return the type of each entity (B,), an index in ``names``: (B,) int64."""
-        return self._type[entities]
-
     def check(self, missing: str, queries: np.ndarray) -> None:
-        """Check the types of the known entities of queries.
-
-        Args:
-            missing: The side that the queries ask for.
-            queries: (B, 3) ids, of which the missing one counts for nothing.
-
-        Raises:
-            DataError: An entity is of a type that the relation does not have there.
-        """
+        """Raise DataError unless the entities of queries (B, 3) on the side given may be there."""
         side = OTHER[missing]
         entities, relations = queries[:, answer_column(side)], queries[:, RELATION]
         wrong = ~self.contain(side, relations, entities)
         if wrong.any():
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
             right = np.flatnonzero(self._allowed[side][relation])
-            own = self._type[entity : entity + 1]
-            if entity >= len(self._type):
-                own = np.flatnonzero(self._new[entity - len(self._type)])
+            own = self.type[entity : entity + 1]
+            if entity >= len(self.type):
+                own = np.flatnonzero(self._new[entity - len(self.type)])
             said, should = (" or ".join(self.names[k] for k in kinds) for kinds in (own, right))
             raise DataError(
                 f"the {side} {self._entities[entity]!r} is a {said}; "

@@ -24,7 +24,7 @@ from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.datasets import is_named
-from kge_torchrec.data.sort import chunks, value_counts
+from kge_torchrec.data.sort import id_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import runs_of_types
 from kge_torchrec.planning.devices import is_number
@@ -91,7 +91,9 @@ class Sizes:
         It maps the degrees itself, so that the pages that it reads do not stay in memory.
         """
         degrees, features = TripleStore.open(store.path).degrees(), store.features()
-        degree, members = value_counts(chunks(degrees))
+        members = id_counts(degrees, int(degrees.max(initial=0)) + 1)
+        degree = np.flatnonzero(members)
+        members = members[degree]
         types: dict[str, int] = {}
         for kind, ids in runs_of_types(store):
             types[kind] = types.get(kind, 0) + len(ids)

@@ -31,10 +31,10 @@ from kge_torchrec.data.negatives import (
     FilteredSampler,
     InBatchSampler,
     NegativeSampler,
+    typed_sampler,
 )
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.data.types import Ends, runs_of_types, types_of
 from kge_torchrec.distributed.processes import Processes, reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -337,5 +337,5 @@ def _examples(config: Config, store: TripleStore, weights: np.ndarray | None = N
         return TripleQueries(store.train, sides, weights)
     known = store.filter_index(("train",))
     if regime == "allvsall":
-        return EveryQuery(known, sides)
+        return EveryQuery(known, sides, (store.num_entities, store.num_relations))
     return DistinctQueries(known, sides, config.loss.sums_answers)

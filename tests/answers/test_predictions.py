@@ -135,9 +135,9 @@ def test_splits_are_looked_up_only_for_listed_answers():
     entities = 1_000_000
     every = np.arange(entities)
     splits = {
-        "train": make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1),
-        "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
-        "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
+        "train": make_known(np.stack([every * 0, every * 0, every], 1)[::2]),
+        "valid": make_known([(0, 0, 2), (0, 0, 3)]),
+        "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)]),
     }
     model = SimpleNamespace(known_by_split=lambda: splits)
     query, ids = np.array([[0, 0, 0]]), np.array([[9, 2, 3, 5, 4, 0, -1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from dataclasses import is_dataclass
 from itertools import combinations
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.batches import Bags, BatchPlan, Delivery
+from kge_torchrec.data.batches import BATCH_WORKERS, Bags, BatchPlan, Delivery, prefetched
 from kge_torchrec.data.batches.queries import (
     DistinctQueries,
     EveryQuery,
@@ -34,7 +35,6 @@ from kge_torchrec.data.negatives import (
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Answers
-from kge_torchrec.kernels.operators import distinct
 from kge_torchrec.training import assembly
 from tests.ranking_cases import make_known
 from tests.training_runs import config_of, small_store
@@ -83,7 +83,7 @@ def trained(batch, sides):
     return results
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     triples=GRAPHS, sides=SOME_SIDES, batch_size=st.integers(1, 15), chunk_size=st.integers(0, 16),
     world=st.sampled_from([1, 2, 3, 4, 7]), accumulation=st.integers(1, 3),
@@ -93,7 +93,7 @@ def test_batches_of_triples(
     triples, sides, batch_size, chunk_size, world, accumulation, filtered, deduplicate
 ):
     """Each triple once, with the candidates of its chunk, in equal shares, some of them empty."""
-    known = make_known(triples, N, R)
+    known = make_known(triples)
     sampler = FilteredSampler(UNIFORM, known) if filtered else UNIFORM
     counts = {"head": 3, "tail": 5}
     plan = BatchPlan(batch_size, SEED, sides, sampler, counts, chunk_size, False, accumulation)
@@ -163,7 +163,8 @@ def queries_of(kind, triples, sides) -> dict[tuple, list[int]] | list[tuple]:
 def examples_of(kind, triples, sides):
     if kind == "1vsall":
         return TripleQueries(triples, sides)
-    return (DistinctQueries if kind == "kvsall" else EveryQuery)(make_known(triples, N, R), sides)
+    known = make_known(triples)
+    return DistinctQueries(known, sides) if kind == "kvsall" else EveryQuery(known, sides, (N, R))
 
 
 def asked(batch) -> list[tuple]:
@@ -215,7 +216,7 @@ def test_seeds_of_models_follow_seed_and_epoch():
 def query_samples(triples, delivery=None, **plan) -> QuerySampleBatches:
     drawn = {"sampler": UNIFORM, "counts": dict.fromkeys(SIDES, 4)}
     plan = BatchPlan(**{"batch_size": 5, "seed": SEED} | drawn | plan)
-    return QuerySampleBatches(make_known(triples, N, R), plan, delivery)
+    return QuerySampleBatches(make_known(triples), plan, delivery)
 
 
 def sampled(batch, sides=SIDES) -> list[tuple]:
@@ -321,11 +322,6 @@ def test_an_epoch_resumes_at_any_step(kind, ahead):
     assert content([*maker_of(kind).epoch(3)]) != whole
 
 
-def test_no_triples_are_rejected():
-    with pytest.raises(ValueError, match="no training triples"):
-        TripleBatches(TRIPLES[:0], BatchPlan(10, sampler=UNIFORM))
-
-
 class Recorder:
     """Stands for a tensor and records the calls of its methods."""
 
@@ -367,12 +363,55 @@ def test_to_cuda_and_back():
     assert content(moved.to(torch.device("cpu"))) == content(batch)
 
 
-@settings(max_examples=200)
-@given(bits=st.integers(0, 62), count=st.integers(0, 60) | st.just(5000), seed=st.integers(0, 99))
-def test_distinct_ids_match_numpy(bits, count, seed):
-    ids = np.random.default_rng(seed).integers(0, 2**bits, count, endpoint=True)
-    ids[:3] = 2**bits  # the first id with one more bit
-    unique, inverse = (x.numpy() for x in distinct(torch.from_numpy(ids.copy())))
-    expected = np.unique(ids, return_inverse=True)
-    assert np.array_equal(unique, expected[0]) and np.array_equal(inverse, expected[1])
-    assert unique.dtype == inverse.dtype == np.int64
+# Ahead of a GPU, in threads
+
+
+@pytest.fixture
+def threads():
+    """Sets the number, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def in_a_new_thread(function):
+    """Return what a function returns in a new thread."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("cores, workers, share", [(1, 1, 1), (6, 6, 1), (16, BATCH_WORKERS, 2)])
+def test_workers_share_the_cpus_and_other_threads_keep_theirs(threads, cores, workers, share):
+    threads(cores)
+    together, most = threading.Barrier(workers), 3 * workers
+
+    def build(number: int) -> tuple[int, int]:
+        together.wait(timeout=10)  # only as many workers as there should be come through
+        return number, torch.get_num_threads(), threading.get_ident()
+
+    results = list(prefetched(build, range(most)))
+    assert [number for number, _, _ in results] == list(range(most))
+    assert {number for _, number, _ in results} == {share}
+    assert len({ident for _, _, ident in results}) == workers
+    assert torch.get_num_threads() == in_a_new_thread(torch.get_num_threads) == cores
+
+
+def test_number_of_prebuilt_batches_is_bounded(threads):
+    threads(2)
+    made = []
+    batches = prefetched(lambda number: made.append(number) or number, range(100))
+    assert next(batches) == 0
+    batches.close()
+    assert len(made) <= 4
+    assert torch.get_num_threads() == 2
+
+
+def test_error_is_raised_at_its_batch(threads):
+    threads(2)
+    batches = prefetched(lambda number: 1 / (number - 3), range(10))
+    assert [next(batches) for _ in range(3)] == [-1 / 3, -1 / 2, -1]
+    with pytest.raises(ZeroDivisionError):
+        next(batches)

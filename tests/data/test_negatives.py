@@ -1,21 +1,28 @@
 """Negatives are in range, have the configured frequency, and follow from their position."""
 
+import functools
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_batches import suits
+from training_runs import config_of, random_triples, shared_folder
 
-from kge_torchrec.data import SIDES
+from kge_torchrec.config import NegativesConfig
 from kge_torchrec.data.negatives import (
     Chunks,
     DegreeSampler,
     FilteredSampler,
     UniformSampler,
     random_numbers,
+    typed_sampler,
 )
-from kge_torchrec.data.sort import chunks, value_counts
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import FilterIndex
 
 
 def sampled(sampler, count=1, chunks=range(1), seed=0, place=(0, 0, "head")):
@@ -64,18 +71,6 @@ def test_steps_and_chunks_add_no_pattern():
         assert is_plausible(ids, np.ones(20))
 
 
-@pytest.mark.parametrize("power", [0.0, 0.75, 1.0])
-def test_degree_draws_follow_the_weights(power):
-    degrees = np.array([0, 0, 5, 1, 0, 100, 7, 0, 30, 0])
-    weights = np.where(degrees > 0, degrees.clip(1).astype(float) ** power, 0)
-    draw = DegreeSampler(degrees, power)
-    ids = sampled(draw, 500, range(100), seed=2)
-    assert is_plausible(ids, weights)
-    numbers, ids = torch.zeros(2, 7), torch.arange(10).expand(2, -1)
-    expected = draw.expected(Chunks("head", numbers, lambda: None), ids)
-    torch.testing.assert_close(expected[1], torch.from_numpy(7 * weights / weights.sum()))
-
-
 @settings(max_examples=30)
 @given(data=st.data(), power=st.sampled_from([0.0, 0.5, 0.75, 1.0, 3.0]))
 def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
@@ -89,33 +84,20 @@ def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
     (drawn,) = at(DegreeSampler(degrees, power), unit[None])
     np.testing.assert_array_equal(drawn, np.searchsorted(sums, unit * sums[-1], side="right"))
     assert degrees[drawn].all()  # nobody without a triple
-
-
-@given(st.lists(st.integers(0, 5) | st.just(10**12), max_size=40), st.integers(1, 7))
-def test_values_are_counted_in_chunks(values, chunk):
-    values = np.array(values, np.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kge_torchrec.data.sort.CHUNK", chunk)
-        patch.setattr("kge_torchrec.data.sort._MERGED", chunk)
-        results = value_counts(chunks(values))
-    for part, expected in zip(results, np.unique(values, return_counts=True), strict=True):
-        np.testing.assert_array_equal(part, expected)
+    numbers, ids = torch.zeros(1, 7), torch.arange(entities)[None]
+    expected = DegreeSampler(degrees, power).expected(Chunks("head", numbers), ids)
+    weights = np.diff(sums, prepend=0)
+    np.testing.assert_allclose(expected[0], 7 * weights / sums[-1], rtol=1e-6, atol=1e-9)
 
 
 def test_filter_leaves_out_facts_and_what_another_sampler_leaves_out():
     facts, nobody = np.array([[0, 0, 1], [0, 0, 2], [3, 0, 4]]), np.zeros((0, 3), np.int64)
-    index = [{side: build_side(side, rows, 6, 1) for side in SIDES} for rows in (facts, nobody)]
     others = UniformSampler(6)
     others.excluded = lambda chunks, triples, candidates: (candidates == 5).expand(len(triples), -1)
     chunks, candidates = Chunks("tail", torch.zeros(1, 6)), torch.arange(6)[None]
-    sampler = FilteredSampler(others, FilterIndex(index, 6, 1))
+    sampler = FilteredSampler(others, FilterIndex.of(facts, nobody))
     excluded = sampler.excluded(chunks, torch.from_numpy(facts[[0, 2]]), candidates)
     assert [row.nonzero().flatten().tolist() for row in excluded] == [[1, 2, 5], [4, 5]]
-
-
-def test_graph_without_triples_is_rejected():
-    with pytest.raises(ValueError, match="no entity is in a triple"):
-        DegreeSampler(np.zeros(4, np.int64), 1.0)
 
 
 def test_each_side_step_epoch_chunk_and_seed_draws_differently():
@@ -159,3 +141,58 @@ def test_numbers_match_their_recorded_values():
         [776228, 689281, 310517, 43292, 711452],
         [797208, 710824, 927352, 656973, 205188],
     ]
+
+
+# Of a type, or seen with the relation
+
+
+@functools.cache
+def the_store() -> Path:
+    """Relations of some entities each, and types for four entities of five."""
+    folder = shared_folder()
+    random = np.random.default_rng(5)
+    relation = random.integers(5, size=100)
+    ends = (6 * relation + random.integers(11, size=(2, 100))) % 31
+    rows = zip(ends[0], relation, ends[1], strict=True)
+    triples = [(f"e{h}", f"r{r}", f"e{t}") for h, r, t in rows] + random_triples(31, 1, 31)
+    triples.append(("e3", "alone", "e4"))
+    triples = list(dict.fromkeys(triples))
+    lines = [f"e{i}\tt{(i * k) % 9}\n" for i in range(31) for k in (1, 3) if i % 5]
+    (folder / "types.tsv").write_text("".join([*lines, "e0\tonly this one\n", "e1\tt1\n"]))
+    data = {"types": str(folder / "types.tsv")}
+    return prepare({"train": triples}, folder / "store", data).path
+
+
+@pytest.mark.parametrize("side", ["head", "tail"])
+@pytest.mark.parametrize("among", ["seen", "types"])
+def test_draws_have_the_type_and_cover_all_such_entities(side, among):
+    store = TripleStore.open(the_store())
+    config = config_of(store.path, negatives__among=among)
+    rows = torch.from_numpy(store.train.astype(np.int64))
+    sampler = typed_sampler(UniformSampler(store.num_entities), config.negatives, store)
+    size = store.num_entities
+    every = (torch.arange(size) + torch.arange(len(rows))[:, None]) % size  # in another order each
+    right = suits(config, store, rows, side, every)
+    unit = (torch.arange(997) + 0.5).double() / 997
+    chunks = Chunks(side, unit.expand(len(rows), -1), lambda: rows[:, None])
+    assert torch.equal(~sampler.excluded(chunks, rows, every), right)
+    for drawn, own, allowed in zip(sampler.sample(chunks), every, right, strict=True):
+        assert set(drawn.tolist()) == set(own[allowed].tolist())
+    any_suits = right.all(1).sum()
+    assert 0 < any_suits < len(rows)
+    shared = (~right.all(1)).nonzero()[::25, 0]  # the triples of one chunk
+    drawn = sampler.sample(Chunks(side, unit[None], lambda: rows[None, shared]))[0]
+    assert set(drawn.tolist()) == set(every[shared][right[shared]].tolist())
+
+
+def test_share_of_negatives_is_typed_and_others_do_not_change():
+    store = TripleStore.open(the_store())
+    others = UniformSampler(store.num_entities)
+    config = NegativesConfig(among="seen", among_share=0.3)
+    sampler = typed_sampler(others, config, store)
+    rows = torch.from_numpy(store.train[:20].astype(np.int64))
+    numbers = torch.from_numpy(np.random.default_rng(0).random((4, 10)))
+    chunks = Chunks("tail", numbers, lambda: rows.view(4, 5, 3))
+    ids, before = sampler.sample(chunks), others.sample(chunks)
+    assert (ids[:, 3:] == before[:, 3:]).all() and (ids[:, :3] != before[:, :3]).any()
+    assert not sampler.excluded(chunks, rows, ids)[:, 3:].any()

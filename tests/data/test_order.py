@@ -50,8 +50,7 @@ def test_seed_and_epoch_are_not_interchangeable():
         assert order not in orders[:i], keys[i]
 
 
-@pytest.mark.parametrize("size", [1000, 4096, 4097, 20_011])
-@pytest.mark.parametrize("epoch", range(3))
+@pytest.mark.parametrize(("size", "epoch"), [(1000, 0), (4096, 1), (4097, 2), (20_011, 0)])
 def test_neighbors_are_uncorrelated(size, epoch):
     order = whole(size, epoch=epoch)
     places = np.arange(size)
@@ -60,17 +59,6 @@ def test_neighbors_are_uncorrelated(size, epoch):
     for lag in (1, 2, 7):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < bound
     assert abs(np.corrcoef(order, whole(size, epoch=epoch + 1))[0, 1]) < bound
-
-
-@pytest.mark.parametrize("size", [4000, 20_011])
-def test_every_part_of_the_epoch_covers_all_of_the_data(size):
-    """Chi-square of (sixteenth of the epoch, sixteenth of the data)."""
-    order, parts = whole(size, seed=1), 16
-    counts = np.zeros((parts, parts))
-    np.add.at(counts, (np.arange(size) * parts // size, order * parts // size), 1)
-    expected = size / parts**2
-    statistic, freedom = ((counts - expected) ** 2 / expected).sum(), (parts - 1) ** 2
-    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -98,11 +86,6 @@ def test_huge_epoch_needs_memory_for_one_batch():
     assert results.min() >= 0 and results.max() < HUGE and len(np.unique(results)) == len(results)
     assert (results > 2**32).sum() > 500  # all of the range is reached
     assert results.mean() == pytest.approx(HUGE / 2, rel=0.1)
-
-
-def test_empty_epoch_is_rejected():
-    with pytest.raises(ValueError, match="at least one triple, got 0"):
-        EpochShuffle(0, 0, 0)
 
 
 def test_no_positions():

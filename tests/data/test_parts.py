@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data.batches import BatchPlan, Delivery
-from kge_torchrec.data.batches.staged import StagedBatches, sort_by_bucket
+from kge_torchrec.data.batches.staged import StagedBatches, Stages, sorted_numbers
 from kge_torchrec.data.negatives import UniformSampler
-from kge_torchrec.data.parts import (
-    PAGE,
-    PartLayout,
-    _keeping_stages,
-    stages,
-)
+from kge_torchrec.data.parts import PAGE, PartLayout, _keeping_stages, stages
 
 SIZES = st.tuples(st.integers(2, 12), st.integers(2, 12)).map(lambda x: (max(x), min(x)))
 LAYOUTS = st.builds(
@@ -122,14 +117,9 @@ def batches(triples: np.ndarray, entities: int, rank: int = 0, ranks: int = 1, *
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accumulation):
+def test_the_entities_of_a_batch_are_in_memory(epoch, accumulation):
     triples = np.random.default_rng(1).integers(0, 40, (200, 3))
     made = batches(triples, 40, accumulation=accumulation)
-    order, trained = made.order(epoch), []
-    for step in range(made.steps_per_epoch):
-        start, size = made.positions(epoch, step)
-        trained += order(np.arange(start, start + size)).tolist()
-    assert sorted(trained) == [*range(200)]
     every = [*made.epoch(epoch)]
     assert len(every) == made.steps_per_epoch * accumulation == len(made.show)
     for batch in every:
@@ -193,10 +183,20 @@ def test_stages_share_out_all_triples(count, batch_size, sizes, epoch_and_passes
     assert sorted(trained) == [*range(count)]
 
 
-def test_triples_are_sorted_by_bucket_in_chunks(monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.batches.staged.CHUNK", 7)
-    triples = np.random.default_rng(2).integers(0, 60, (100, 3))
-    layout = PartLayout.of(60, 4096, 2, 7, 3)
-    numbers, counts = sort_by_bucket(triples, layout)
-    assert sorted(numbers) == [*range(100)] and counts.sum() == 100
-    assert numbers.tolist() == np.argsort(layout.bucket_of(triples), kind="stable").tolist()
+def test_numbers_are_sorted_in_chunks(monkeypatch):
+    for module in ("data.sort", "data.batches.staged"):
+        monkeypatch.setattr(f"kge_torchrec.{module}.CHUNK", 7)
+    keys = np.random.default_rng(2).integers(0, 9, 100).astype(np.uint8)
+    numbers, counts = sorted_numbers(keys, 9)
+    assert numbers.tolist() == np.argsort(keys, kind="stable").tolist()
+    assert counts.tolist() == np.bincount(keys, minlength=9).tolist()
+
+
+def test_a_triple_is_in_each_of_its_stages_alike():
+    layout, triples = PartLayout.of(60, 4096, 1, 5, 3), np.tile([[1, 0, 2]], (4000, 1))
+    made, counts = Stages(layout, triples, 900, 8, 0, 1), []
+    for buffer, size in zip(made.buffers, np.diff(made.first), strict=True):
+        assert size == 0 or 0 in buffer
+        counts += [size] * (0 in buffer)
+    assert sum(counts) == 4000 and len(counts) > 1
+    assert max(counts) - min(counts) < 5 * np.sqrt(4000)

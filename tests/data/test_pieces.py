@@ -250,7 +250,7 @@ def test_a_hub_is_a_part_of_its_own(tmp_path, monkeypatch):
     hub = np.stack([np.full(3000, 7), random.integers(0, 2, 3000), np.arange(3000)], 1)
     others = random.integers(0, [50, 2, 3000], (500, 3))
     triples = np.unique(np.concatenate([hub, others]), axis=0).astype(np.int32)
-    triples, sizes = random.permutation(triples), (3000, 2)
+    triples = random.permutation(triples)
     taken, real = [], filter_index.sorted_rows
 
     def sort_rows(columns, own_sizes):
@@ -258,11 +258,11 @@ def test_a_hub_is_a_part_of_its_own(tmp_path, monkeypatch):
         return real(columns, own_sizes)
 
     monkeypatch.setattr(filter_index, "sorted_rows", sort_rows)
-    writing.write_indices(tmp_path, {"train": triples}, sizes, most=500)
+    writing.write_indices(tmp_path, {"train": triples}, 3000, most=500)
     hubs = [count for count in taken if count > 510]
     assert len(hubs) == 1 and hubs[0] < 3500 and len(taken) > 8
     for side in SIDES:
-        for name, part in zip(SideIndex._fields, build_side(side, triples, *sizes), strict=True):
+        for name, part in zip(SideIndex._fields, build_side(side, triples), strict=True):
             assert np.array_equal(np.load(tmp_path / index_name("train", side, name)), part)
 
 

@@ -375,7 +375,7 @@ def test_preparing_copies_no_column_more_than_it_needs(tmp_path, monkeypatch):
         (41, lambda: split("head")),
         (1, lambda: split("time")),
         (58, lambda: split("last")),
-        (21, lambda: build_side("tail", triples, entities, relations)),
+        (21, lambda: build_side("tail", triples)),
         (1, lambda: unseen_relations(labels, dict.fromkeys(SPLITS, triples))),
     ):
         tracemalloc.start()

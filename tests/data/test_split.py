@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import random
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from file_rows import labelled, read
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from training_runs import config_of
 
@@ -28,24 +26,28 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader
 from kge_torchrec.data.reading import open_sources
 from kge_torchrec.data.report import notes
+from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
-Row = tuple[str, str, str, int]
-ROWS = st.lists(
-    st.tuples(
-        st.sampled_from("abcde"), st.sampled_from("rs"), st.sampled_from("vwxyz"), st.integers(0, 9)
-    ),
-    min_size=1,
-    max_size=60,
-)
+IDS, TIME = st.integers(0, 4), st.integers(0, 9)
+ROWS = st.dictionaries(st.tuples(IDS, IDS, IDS), TIME, min_size=1, max_size=60)  # their times
 RATIO = st.sampled_from([(0.8, 0.1, 0.1), (0.5, 0.25, 0.25), (0.6, 0.4, 0.0), (0.1, 0.0, 0.9)])
+MOST = st.sampled_from([7, 1000])  # rows in memory
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Hypothesis runs many examples in one test; each overwrites the store of the one before."""
-    return tmp_path_factory.mktemp("split")
+def applied(folder, times: dict, seed: int = 0, most: int = 1000, **options) -> list[set]:
+    """Return the triples of train, valid and test, the same in another order of the rows."""
+    split, results = Split(SplitOptions(**options), seed), []
+    for turned in (False, True)[: 1 + (split.times or False)]:
+        rows = [*times][:: -1 if turned else 1]
+        own = np.array([times[row] for row in rows])
+        ids = np.array(rows, np.int32)
+        split_of = split.apply(ids, own, (ids.max() + 1, 5), most, folder)
+        results.append([{row for row, at in zip(rows, split_of, strict=True) if at == place}
+                        for place in range(3)])  # fmt: skip
+    assert results[0] == results[-1] and set().union(*results[0]) == times.keys()
+    return results[0]
 
 
 def split(folder, rows: Any, seed: int = 0, columns: Any = None, **options) -> TripleStore:
@@ -60,77 +62,44 @@ def split(folder, rows: Any, seed: int = 0, columns: Any = None, **options) -> T
 
 def parts_of(store: TripleStore) -> list[set[tuple[str, str, str]]]:
     """Return the triples of train, valid and test."""
-    parts = [labelled(store, name) for name in SPLITS]
-    assert all(len(set(part)) == len(part) for part in parts)
-    return [*map(set, parts)]
-
-
-def first_times(rows: Sequence[Row]) -> dict[tuple[str, str, str], int]:
-    """Return the time at which each triple occurs for the first time."""
-    times: dict[tuple[str, str, str], int] = {}
-    for *triple, time in rows:
-        times[tuple(triple)] = min(time, times.get(tuple(triple), time))
-    return times
-
-
-def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
-    """Every distinct triple is in one split; so a triple that is repeated later is in no other."""
-    assert sorted(triple for part in parts for triple in part) == sorted(first_times(rows))
+    return [{*labelled(store, name)} for name in SPLITS]
 
 
 # What leaks
 
 
-@settings(max_examples=25)
-@given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
-def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
-    store = split(folder, rows, by="time", ratio=ratio)
-    parts, times = parts_of(store), first_times(rows)
-    check_is_a_partition(parts, rows)
+@given(times=ROWS, ratio=RATIO, most=MOST)
+def test_no_training_triple_is_as_late_as_a_test_triple(tmp_path_factory, times, ratio, most):
+    parts = applied(tmp_path_factory.getbasetemp(), times, most=most, by="time", ratio=ratio)
     spans = [[times[triple] for triple in part] for part in parts]
-    assert spans[0]
     filled = [span for span in spans if span]
-    assert all(max(one) < min(other) for one, other in pairwise(filled))
+    assert spans[0] and all(max(one) < min(other) for one, other in pairwise(filled))
     # A split ends with the last triple of its share, and with those of the same time.
     ordered, total = sorted(times.values()), len(times)
     held_out = [round(total * share) for share in ratio[1:]]
     ends = [ordered[max(total - sum(held_out), 1) - 1], ordered[max(total - held_out[1], 1) - 1]]
     assert len(parts[0]) == sum(time <= ends[0] for time in ordered)
     assert len(parts[1]) == sum(ends[0] < time <= ends[1] for time in ordered)
-    until = {name: max(span) for name, span in zip(SPLITS, spans, strict=True) if span}
-    expected = {"by": "time", "ratio": list(ratio), "until": until}
-    assert store.report["split"] == expected
-    shuffled = random.Random(seed).sample(rows, len(rows))
-    assert parts_of(split(folder, shuffled, by="time", ratio=ratio)) == parts
 
 
-@settings(max_examples=25)
-@given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
-def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
-    store = split(folder, rows, by="last", count=count, seed=seed)
-    parts, times = parts_of(store), first_times(rows)
-    check_is_a_partition(parts, rows)
-    of_head: dict[str, list[list[int]]] = defaultdict(lambda: [[], [], []])
-    for place, part in enumerate(parts):
-        for triple in part:
-            of_head[triple[0]][place].append(times[triple])
-    for spans in of_head.values():
+@given(times=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3), most=MOST)
+def test_last_triples_of_a_head_are_test(tmp_path_factory, times, count, seed, most):
+    folder = tmp_path_factory.getbasetemp()
+    parts = applied(folder, times, seed, most, by="last", count=count)
+    for head in {head for head, *_ in times}:
+        spans = [[times[row] for row in part if row[0] == head] for part in parts]
         total = sum(map(len, spans))
         test = min(count, total - 1)
         assert [*map(len, spans)][1:] == [min(count, total - 1 - test), test]
         filled = [span for span in spans if span]
         assert all(max(one) <= min(other) for one, other in pairwise(filled))
-    assert store.report["split"] == {"by": "last", "count": count, "seed": seed}
-    shuffled = random.Random(seed).sample(rows, len(rows))
-    again = split(folder, shuffled, by="last", count=count, seed=seed)
-    assert parts_of(again) == parts
 
 
 def test_equal_times_are_ordered_by_the_seed(tmp_path):
     """Not by name: every tail is a test triple with some seed."""
-    rows = [("a", "r", tail, 5) for tail in "vwxyz"]
-    stores = [split(tmp_path, rows, by="last", seed=seed) for seed in range(40)]
-    assert {tail for store in stores for _, _, tail in parts_of(store)[2]} == set("vwxyz")
+    rows = {(0, 0, tail): 5 for tail in range(5)}
+    parts = [applied(tmp_path, rows, seed, by="last") for seed in range(40)]
+    assert {tail for part in parts for _, _, tail in part[2]} == {*range(5)}
 
 
 def test_repeated_triple_has_its_first_time_and_weight(tmp_path):
@@ -143,12 +112,15 @@ def test_repeated_triple_has_its_first_time_and_weight(tmp_path):
         assert parts_of(store) == [{("a", "r", "x")}, {("a", "r", "y")}, {("a", "r", "z")}]
         assert [store.weights(name).tolist() for name in SPLITS] == [[3.0], [5.0], [4.0]]
         assert store.report["duplicates"] == {"whole": 3}
+        assert store.report["split"] == {"by": "last", "count": 1, "seed": 0}
 
 
 def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
     rows = [("a", "r", "x", 1), ("b", "r", "y", 2), ("c", "r", "x", 3), ("a", "r", "z", 4)]
     store = split(tmp_path, rows, by="time", ratio=(0.5, 0, 0.5))
     assert parts_of(store)[2] == {("c", "r", "x"), ("a", "r", "z")}
+    until = {"train": 2, "test": 4}
+    assert store.report["split"] == {"by": "time", "ratio": [0.5, 0, 0.5], "until": until}
     assert store.report["unseen_entities"]["test"]["entities"] == 2
     assert any("2 entities never occur in train" in note for note in notes(store))
     late = [*rows[:3], ("a", "s", "x", 4)]
@@ -161,32 +133,28 @@ def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
 # At random within each head
 
 
-HALVES = [(h, "r", f"t{i}", 0) for h, n in (("b", 5), ("c", 1), ("a", 4)) for i in range(n)]
+HALVES = {(h, 0, t): 0 for h, n in ((2, 5), (3, 1), (0, 4)) for t in range(n)}
 
 
-@settings(max_examples=25)
-@given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
-@example(rows=HALVES, ratio=(0.5, 0.25, 0.25), seed=0)
-def test_each_head_has_its_shares(folder, rows, ratio, seed):
-    rows = [row[:3] for row in rows]
-    store = split(folder, rows, by="head", ratio=ratio, seed=seed)
-    parts = parts_of(store)
-    check_is_a_partition(parts, [(*row, 0) for row in rows])
-    counts = [Counter(head for head, *_ in part) for part in parts]
-    for head, total in sum(counts, Counter()).items():
-        train, valid, test = (count[head] for count in counts)
+@given(times=ROWS, ratio=RATIO, seed=st.integers(0, 3), most=MOST)
+@example(times=HALVES, ratio=(0.5, 0.25, 0.25), seed=0, most=7)
+def test_each_head_has_its_shares(tmp_path_factory, times, ratio, seed, most):
+    folder = tmp_path_factory.getbasetemp()
+    parts = applied(folder, times, seed, most, by="head", ratio=ratio)
+    for head in {head for head, *_ in times}:
+        train, valid, test = (sum(row[0] == head for row in part) for part in parts)
         assert train >= 1
         for own, share in ((valid, ratio[1]), (test, ratio[2])):
-            assert own <= np.floor(total * share + 1)
-            assert train == 1 or own >= np.floor(total * share)
+            wanted = (train + valid + test) * share
+            assert own <= np.floor(wanted + 1) and (train == 1 or own >= np.floor(wanted))
 
 
 def test_shares_of_heads_sum_to_those_of_the_whole(tmp_path):
-    rows = [(f"h{i % 37}", "r", f"t{i // 37}") for i in range(37 * 9)]
+    rows = {(i % 37, 0, i // 37): 0 for i in range(37 * 9)}
     options = {"by": "head", "ratio": (0.8, 0.15, 0.05)}
-    parts = parts_of(split(tmp_path, rows, **options))
+    parts = applied(tmp_path, rows, **options)
     assert [*map(len, parts)] == [266, 50, 17]
-    assert parts_of(split(tmp_path, rows, **options, seed=1)) != parts
+    assert applied(tmp_path, rows, 1, **options) != parts
 
 
 # Columns
@@ -213,9 +181,6 @@ def write(path, rows: Sequence[Sequence[Any]], delimiter: str = "\t"):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_times_are_read_from_every_source(tmp_path, kind):
-    options = {"by": "time", "ratio": (0.8, 0.1, 0.1)}
-    if kind in ("floats", "dates"):
-        options = {"by": "last"}
     texts, values = KINDS[kind]
     labels = [[f"h{i % 5}" for i in range(30)], ["r"] * 30, [f"t{i * 7 % 30}" for i in range(30)]]
     rows = [*zip(*labels, texts, strict=True)]
@@ -223,17 +188,23 @@ def test_times_are_read_from_every_source(tmp_path, kind):
     pq.write_table(typed, tmp_path / "typed.parquet")
     pq.write_table(pa.table([*map(pa.array, [*labels, texts])], NAMES), tmp_path / "text.parquet")
     sources = [
+        {"whole": typed},
         write(tmp_path / "named.tsv", [NAMES, *rows]), write(tmp_path / "plain.csv", rows, ","),
-        tmp_path / "typed.parquet", tmp_path / "text.parquet", {"whole": typed},
+        tmp_path / "typed.parquet", tmp_path / "text.parquet",
         {"whole": [*zip(*labels, values, strict=True)]},
         {"whole": rows},
     ]  # fmt: skip
-    expected, *others = (parts_of(split(tmp_path, source, **options)) for source in sources)
-    times = dict(zip([row[:3] for row in rows], values, strict=True))
-    assert all(expected) and all(other == expected for other in others)
-    if options["by"] == "time":
-        assert [len(part) for part in expected] == [24, 3, 3]
-        assert max(map(times.get, expected[0])) < min(map(times.get, expected[2]))
+    found = [read_times(source) for source in sources]
+    assert [row[:3] for row in found[0]] == [row[:3] for row in rows]
+    times = [row[3] for row in found[0]]
+    assert np.argsort(times).tolist() == np.argsort(values).tolist()
+    assert all(other == found[0] for other in found[1:])
+
+
+def read_times(sources) -> list[tuple]:
+    """Return the rows of sources, with times."""
+    batches = open_sources(sources, DataConfig(), True, False).batches()
+    return [tuple(row.values()) for _, batch in batches for row in batch.to_pylist()]
 
 
 def test_columns_of_times_are_found_by_words_and_by_name(tmp_path):
@@ -319,8 +290,7 @@ def test_any_time_survives_as_text(times, data):
 
     def read() -> list[Any]:
         columns = zip("h" * len(texts), "r" * len(texts), "t" * len(texts), texts, strict=True)
-        source = open_sources({"whole": [*columns]}, DataConfig(), True, False)
-        return [time for _, batch in source.batches() for time in batch["time"].to_pylist()]
+        return [row[3] for row in read_times({"whole": [*columns]})]
 
     in_utc = [t.replace(tzinfo=None) if isinstance(t, dt.datetime) else t for t in times]
     assert read() == in_utc
@@ -422,14 +392,6 @@ def test_runs_split_by_their_config(tmp_path):
     keys["data__columns"] = "time=when"
     expected = parts_of(split(tmp_path, path, by="last", count=2, columns="time=when"))
     with api.train(config_of(path, tmp_path / "run", train__epochs=0, **keys)) as run:
-        assert parts_of(
-            TripleStore.open(run.folder.store)
-        ) == expected and run.config.data.split == SplitOptions(**options)
-        assert TripleStore.open(run.folder.store).report["split"] == {
-            **options,
-            "seed": run.config.seed,
-        }
-    table = pa.table(dict(zip([*NAMES[:3], "when"], zip(*rows, strict=True), strict=True)))
-    config = config_of("countries", tmp_path / "table", train__epochs=0, **keys)
-    with api.train(config, triples={"whole": table}) as run:
-        assert parts_of(TripleStore.open(run.folder.store)) == expected
+        store = TripleStore.open(run.folder.store)
+        assert parts_of(store) == expected and run.config.data.split == SplitOptions(**options)
+        assert store.report["split"] == {**options, "seed": run.config.seed}

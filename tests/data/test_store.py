@@ -1,5 +1,4 @@
 import json
-import os
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +8,7 @@ from kge_torchrec import train
 from kge_torchrec.data import store as store_module
 from kge_torchrec.data.numbering import hashes
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.store import FEW, FORMAT_VERSION, TripleStore, Vocabulary
+from kge_torchrec.data.store import FEW, TripleStore, Vocabulary
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
 TRAIN = [("ann", "knows", "bob"), ("bob", "knows", "eve"), ("eve", "likes", "eve")]
@@ -74,49 +73,48 @@ def test_fingerprint_follows_the_content(store, tmp_path):
 # Stores that cannot be read
 
 
-def open_error(path) -> str:
-    with pytest.raises(StoreError) as caught:
-        TripleStore.open(path)
-    return str(caught.value)
-
-
-def test_missing_store_is_reported(tmp_path):
-    assert "no such store" in open_error(tmp_path / "none")
-    assert "not a triple store" in open_error(tmp_path)
-
-
-def change_meta(store, **changes):
-    path = store.path / "meta.json"
+def change_meta(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
 
 
-def test_other_version_is_rejected(store):
-    change_meta(store, version=FORMAT_VERSION + 1)
-    assert f"store of version {FORMAT_VERSION + 1}, this program reads version" in open_error(
-        store.path
-    )
+def flip(file):
+    """One bit of the last byte but seven: of an id, and of no size."""
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
 
 
-def test_other_program_is_rejected(store):
-    change_meta(store, format="something else")
-    assert "not a triple store" in open_error(store.path)
-    (store.path / "meta.json").write_text("[1]")
-    assert "not a triple store" in open_error(store.path)
+@pytest.mark.parametrize(("name", "damage", "said"), [
+    ("meta.json", lambda x: change_meta(x, format="something else"), "not a triple store"),
+    ("meta.json", lambda x: x.write_text("[1]"), "not a triple store"),
+    ("meta.json", lambda x: x.write_text("{"), "damaged store: meta.json"),
+    ("known-test-head-starts.npy", flip, "checksum of known-test-head-starts.npy does not match"),
+])  # fmt: skip
+def test_stores_that_cannot_be_read(store, name, damage, said):
+    damage(store.path / name)
+    with pytest.raises(StoreError, match=said):
+        TripleStore.open(store.path)
 
 
-def test_damaged_meta_is_reported(store):
-    (store.path / "meta.json").write_text("{")
-    assert "damaged store: meta.json" in open_error(store.path)
+def test_large_store_is_checked_when_training_starts(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(store_module, "CHECKED_ON_OPEN", 0)
+    flip(store.path / "train.npy")
+    TripleStore.open(store.path)
+    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
+        train({"data.path": str(store.path), "run.dir": str(tmp_path / "run")})
+    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
+        TripleStore.open(store.path).check()
 
 
-def test_truncated_file_is_reported(store):
-    os.truncate(store.path / "train.npy", 140)
-    assert "damaged store: train.npy has 140 bytes instead of 164" in open_error(store.path)
-
-
-def test_missing_file_is_reported(store):
-    (store.path / "entities.arrow").unlink()
-    assert "damaged store: entities.arrow is missing" in open_error(store.path)
+def test_flipped_bits_of_the_meta_file_are_detected(store):
+    path = store.path / "meta.json"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        if not content[place : place + 1].isspace():
+            flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            path.write_bytes(flipped)
+            with pytest.raises(StoreError, match=r"meta.json|of version"):
+                TripleStore.open(store.path)
 
 
 # Vocabularies
@@ -182,37 +180,3 @@ def test_unknown_label_among_many_is_reported(monkeypatch):
     assert words.close_to("united_kingdon") == ["United_Kingdom"]
     assert words.close_to("Untied_Kingdom") == ["United_Kingdom"]
     assert words.close_to("/n/000120")[0] == "/m/000120"
-
-
-def flip(file):
-    """One bit of the last byte but seven: of an id, and of no size."""
-    content = bytearray(file.read_bytes())
-    content[-8] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", ["train.npy", "entities.arrow", "known-test-head-starts.npy"])
-def test_flipped_bit_is_detected(store, name):
-    flip(store.path / name)
-    with pytest.raises(StoreError, match=rf"damaged store: the checksum of {name} does not match"):
-        TripleStore.open(store.path)
-
-
-def test_large_store_is_checked_when_training_starts(store, monkeypatch, tmp_path):
-    monkeypatch.setattr(store_module, "CHECKED_ON_OPEN", 0)
-    flip(store.path / "train.npy")
-    TripleStore.open(store.path)
-    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
-        train({"data.path": str(store.path), "run.dir": str(tmp_path / "run")})
-    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
-        TripleStore.open(store.path).check()
-
-
-def test_flipped_bits_of_the_meta_file_are_detected(store):
-    path = store.path / "meta.json"
-    content = path.read_bytes()
-    for place in range(0, len(content), 7):
-        if not content[place : place + 1].isspace():
-            flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-            path.write_bytes(flipped)
-            assert "meta.json" in (said := open_error(store.path)) or "of version" in said

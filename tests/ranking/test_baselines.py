@@ -54,9 +54,7 @@ class Seen:
 
 
 def indexed(*splits):
-    return FilterIndex(
-        [{side: build_side(side, rows(split), N, R) for side in SIDES} for split in splits], N, R
-    )
+    return FilterIndex.of(*map(rows, splits))
 
 
 def rows(triples):
@@ -64,7 +62,7 @@ def rows(triples):
 
 
 def store_of(train):
-    sides = {side: build_side(side, rows(train), N, R) for side in SIDES}
+    sides = {side: build_side(side, rows(train)) for side in SIDES}
     return SimpleNamespace(
         num_entities=N, num_relations=R, side_index=lambda split, side: sides[side],
         filter_index=lambda splits: indexed(train),

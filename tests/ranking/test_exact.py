@@ -39,7 +39,7 @@ def duplicated_table(seed=3):
 
 
 def rank_on_my_shard(scorer, table, triples, known):
-    known, options = make_known(known, len(table), R), RankOptions(block_bytes=1, batch_size=64)
+    known, options = make_known(known), RankOptions(block_bytes=1, batch_size=64)
     return as_lists(rank_triples(ModelScores(scorer, my_shard(table)), triples, known, options))
 
 
@@ -105,7 +105,7 @@ def test_ranks_do_not_depend_on_blocks_batches_and_precision(
         monkeypatch.setattr(blocks, "FETCH_BYTES", fetched)
     options = RankOptions(None, block_bytes, batch_size)
     scores = ModelScores(scorer, whole(table))
-    ranks = rank_triples(scores, QUERIES, make_known(KNOWN, N, R), options)
+    ranks = rank_triples(scores, QUERIES, make_known(KNOWN), options)
     assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
 
 
@@ -119,9 +119,7 @@ def test_filter_and_ties_match_the_oracle(data):
     triple = st.tuples(ids, st.integers(0, 1), ids)
     triples = torch.tensor(data.draw(st.lists(triple, min_size=1, max_size=6)))
     known = data.draw(st.lists(triple, max_size=40))
-    ranks = rank_triples(
-        ModelScores(ColumnScorer(), whole(table)), triples, make_known(known, entities, 2)
-    )
+    ranks = rank_triples(ModelScores(ColumnScorer(), whole(table)), triples, make_known(known))
     assert as_lists(ranks) == oracle(ColumnScorer(), table, triples, known)
 
 
@@ -185,10 +183,10 @@ def test_query_with_millions_of_answers_is_filtered_in_pieces():
     entities = 2_000_000
     answers = np.arange(0, entities, 2)[::-1]
     triples = np.stack([answers * 0, answers * 0, answers], 1)
-    known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]), entities, 1)
+    known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]))
     table = torch.arange(entities, dtype=torch.float32)[:, None]
     queries = torch.tensor([[0, 0, 10], [1, 0, 11]])
-    rank_triples(ModelScores(ColumnScorer(), whole(table[:64])), queries, make_known([], 64, 1))
+    rank_triples(ModelScores(ColumnScorer(), whole(table[:64])), queries, make_known([]))
     tracemalloc.start()
     ranks = rank_triples(ModelScores(ColumnScorer(), whole(table)), queries, known)
     peak = tracemalloc.get_traced_memory()[1]

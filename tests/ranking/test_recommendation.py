@@ -70,9 +70,7 @@ def on_my_shard(table, triples, known):
     scorer, shard, results = make_scorer("complex", R, D), my_shard(table), {}
     for side, candidates in CASES:
         options = RankOptions(candidates, block_bytes=1, batch_size=9)
-        ranked = recommend(
-            ModelScores(scorer, shard), triples, make_known(known, N, R), K, options, side
-        )
+        ranked = recommend(ModelScores(scorer, shard), triples, make_known(known), K, options, side)
         metrics = recommendation_metrics(ranked, CUTOFFS)
         results[side, candidates is None] = metrics, ranked.lists.tolist()
     return results
@@ -165,9 +163,7 @@ def test_ties_masks_and_special_scores_count_as_documented(values, pairs, known)
     triples, masked = (np.array([(h, 0, t) for h, t in sorted(of)]) for of in (pairs, known))
     scores = table[:, 0].expand(len(triples), -1)
     users = lists_by_definition(scores, triples, masked, "tail", None)
-    ranked = recommend(
-        ModelScores(ColumnScorer(), whole(table)), triples, make_known(masked, 9, 1), 4
-    )
+    ranked = recommend(ModelScores(ColumnScorer(), whole(table)), triples, make_known(masked), 4)
     stats = recommendation_metrics(ranked, (1, 2, 4))["recommendation"]
     expected = metrics_by_definition(users, (1, 2, 4), 9)
     assert {name: stats[name] for name in expected} == pytest.approx(expected)
@@ -187,7 +183,7 @@ def test_samples_have_whole_users(limit, seed):
 def test_groups_divide_answers_and_lists():
     table, triples, known = case()
     ranked = recommend(
-        ModelScores(make_scorer("complex", R, D), whole(table)), triples, make_known(known, N, R), K
+        ModelScores(make_scorer("complex", R, D), whole(table)), triples, make_known(known), K
     )
     listed = ranked.listed()
     groups = np.append(ranked.triples, listed, 0)[:, 2] % 3

@@ -297,7 +297,7 @@ def test_no_rank_holds_the_answers_of_others():
     """A rank reads only the answers in its own rows, block by block."""
     entities, rows = 1_000_000, 64
     all_ids = np.arange(entities)
-    known = make_known(np.stack([all_ids * 0, all_ids * 0, all_ids], 1)[::2], entities, 1)
+    known = make_known(np.stack([all_ids * 0, all_ids * 0, all_ids], 1)[::2])
     queries = DistinctQueries(known, ("tail",))
     shard = EntityShard(torch.zeros(rows, 1), entities // 2, entities)
     QueryShard(queries.ask(np.array([[0]]))[0], shard).answers(range(rows))  # compiles

@@ -1,8 +1,7 @@
 """Batches of training: what they contain, and the loop over an epoch that makes them.
 
-A ``BatchPlan`` says what the batches contain.  `triples` makes those of triples, on a CPU or on the
-device that trains; `queries` makes those of queries, on a CPU.  Batches are a function of the plan,
-the epoch and the step, never of the world size; each rank makes its own share.
+Batches are a function of the plan, the epoch and the step, never of the world size; each rank makes
+its own share.
 
 Shapes: M ids, U distinct ones.
 """
@@ -25,7 +24,6 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.streams import Item, Result, in_order
-from kge_torchrec.kernels.operators import distinct
 
 B = TypeVar("B", bound="Pipelineable")
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
@@ -58,19 +56,12 @@ class Pipelineable:
 
 @dataclass
 class Bags(Pipelineable):
-    """The features of the entities of a batch.
+    """The features of the entities of a batch."""
 
-    Args:
-        own: (U, 1) float32, 1 where an entity's own row counts, otherwise 0.
-        place: (M,) the entity of each pair, a position in the batch's entities.
-        row: (M,) the feature of each pair, a position in the rows looked up.
-        weight: (M, 1) float32.
-    """
-
-    own: Tensor
-    place: Tensor
-    row: Tensor
-    weight: Tensor
+    own: Tensor  # (U, 1) float32, 1 where an entity's own row counts, otherwise 0
+    place: Tensor  # (M,) the entity of each pair, a position in the batch's entities
+    row: Tensor  # (M,) the feature of each pair, a position in the rows looked up
+    weight: Tensor  # (M, 1) float32
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
@@ -82,17 +73,12 @@ class Bags(Pipelineable):
 class SampledBatch(Pipelineable):
     """One rank's share of a step for which the rows of some entities are looked up.
 
-    Args:
-        ids: The U distinct entity ids, ascending, and behind them the ids of their features; in the
-            form that the engine looks up (``Delivery.feature``).
-        entities: (M,) the entities of the batch, as positions in ids.
-        deduplicated: False: ids holds the M entities themselves, with duplicates, and so does
-            ``entities``.
-        bags: The features of the entities, if they have any.
+    ``ids`` are the U distinct entities, ascending, and behind them their features, in the form that
+    the engine looks up (``Delivery.feature``).  Not deduplicated, they are the M entities.
     """
 
     ids: Any
-    entities: Tensor
+    entities: Tensor  # (M,) the entities of the batch, as positions in ids; or themselves
     deduplicated: bool
     bags: Bags | None
 
@@ -103,19 +89,13 @@ class BatchPlan:
 
     Args:
         batch_size: Examples (triples or queries) per step over all ranks.
-        seed: Seed of the order, the candidates and the answers.
-        sides: The sides that are queried.
-        sampler: Makes the candidates that a query is compared with; None where they are all
-            entities.
+        sampler: None where the candidates are all entities.
         counts: By side, random numbers per chunk, each of which becomes a candidate.
-        chunk_size: Triples that share their candidates: 1 gives each its own, 0 shares them over
-            the whole batch.
+        chunk_size: Triples that share their candidates; 0: those of a step.
         log_q: Whether batches say how often a chunk is expected to have each candidate.
-        accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
-            and weights of the step in one piece, so their gradients sum to its gradient.
+        accumulation: Micro-batches per step and rank, whose gradients sum to that of the step.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
             query with more, each epoch samples this many; the others are not candidates.  0: all.
-        features: `Features` of the entities, whose rows are looked up with them; or None.
     """
 
     batch_size: int
@@ -135,7 +115,6 @@ class Delivery:
     """The share of the batches that this process makes, and their form.
 
     Args:
-        rank, world_size: The share.
         ahead: Make a few batches ahead in threads, in pinned memory where there is CUDA.  A GPU
             would wait otherwise.
         feature: Makes the input of the engine's lookup of the ids (M,) to look up.
@@ -155,12 +134,14 @@ def lookup_of(
 ) -> dict[str, Any]:
     """Return the fields of a ``SampledBatch`` with these entities (M,), as ``delivery`` says."""
     delivery, bags = delivery or Delivery(), None
-    ids, places = distinct(entities) if delivery.deduplicate else (entities, entities)
+    ids, places = entities, entities
+    if delivery.deduplicate:
+        ids, places = entities.unique(return_inverse=True)
     if features is not None:
         place, tags, weight = features.of_entities(ids)
         row = torch.arange(len(tags), device=tags.device)
         if delivery.deduplicate:
-            tags, row = distinct(tags)
+            tags, row = tags.unique(return_inverse=True)
         own = features.own[ids].float()[:, None]
         bags = Bags(own, place, row + len(ids), weight[:, None])
         ids = torch.cat([ids, tags + len(features.own)])
@@ -169,14 +150,7 @@ def lookup_of(
 
 
 class EpochBatches(Generic[B]):
-    """One rank's batches; subclasses make the ``batch`` of a step.
-
-    Args:
-        examples: Number of examples per epoch.
-        plan: The content of the batches.
-        delivery: This rank's share.
-        device: Where the batches are made.
-    """
+    """One rank's batches; subclasses make the ``batch`` of a step."""
 
     def __init__(
         self,
@@ -187,8 +161,6 @@ class EpochBatches(Generic[B]):
     ):
         self.examples, self.plan, self.delivery = examples, plan, delivery or Delivery()
         self.device = device or torch.device("cpu")
-        if examples == 0:
-            raise ValueError("there are no training triples")
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
@@ -228,8 +200,7 @@ class EpochBatches(Generic[B]):
 def mean_weight(weights: np.ndarray | None) -> float:
     """Return the mean of the weights of all training triples, 1 without weights.
 
-    A loss divides weights by this mean and not by the mean of its batch.  Otherwise a triple would
-    count more in a batch of light triples, and the more so the smaller the batch is.
+    A loss divides weights by it: by the mean of its batch, a light triple would count more.
     """
     return 1.0 if weights is None else float(weights.mean(dtype=np.float64))
 

@@ -1,10 +1,9 @@
 """Batches of queries, with all entities or with their answers and sampled entities as candidates.
 
 With all entities as candidates, every rank makes the whole batch, since it scores its own entities
-for all queries of the step.  Such a batch has only ids and the positions of the answers.  With
-sampled candidates (KvsSample), rank r takes the r-th part of a step's queries.  All queries of a
-side share their candidates, and the answers of a query are a function of (seed, epoch, query), so
-training does not depend on the world size.
+for all queries of the step.  With sampled candidates (KvsSample), rank r takes the r-th part of a
+step's queries.  All queries of a side share their candidates, and the answers of a query are a
+function of (seed, epoch, query), so training does not depend on the world size.
 
 Shapes: N entities, R relations, T triples, E examples per epoch, Q queries per step, M answers,
 K candidates per side, U unique entities.
@@ -40,23 +39,14 @@ _MODEL_STREAM, _ANSWER_STREAM = 2, 3
 
 @dataclass(frozen=True)
 class SideQueries:
-    """Queries for one side and their answers.
+    """Queries for one side and their answers."""
 
-    Args:
-        side: The missing side.
-        anchor, relation: (Q,) int64 ids.
-        answers: Answers of the Q queries, distinct for each query, which may have none.
-        weight: (Q,) float32 in the loss; None weighs all alike.
-        candidates: (S, 2) int64, the candidates of all Q queries as ranges of ids, start and stop;
-            None for all entities.
-    """
-
-    side: Side
-    anchor: np.ndarray
-    relation: np.ndarray
-    answers: Answers
-    weight: np.ndarray | None = None
-    candidates: np.ndarray | None = None
+    side: Side  # the missing one
+    anchor: np.ndarray  # (Q,) int64
+    relation: np.ndarray  # (Q,) int64
+    answers: Answers  # distinct for each query, which may have none
+    weight: np.ndarray | None = None  # (Q,) float32 in the loss
+    candidates: np.ndarray | None = None  # (S, 2) ranges of ids, start and stop; None: all
 
     def among_types(self, ends: Ends) -> list[SideQueries]:
         """Return the queries in groups by the types of their answers, which are the candidates."""
@@ -72,17 +62,11 @@ class SideQueries:
 
 @dataclass
 class QueryBatch(Pipelineable):
-    """The queries of a step, or of a micro-batch of it, the same on every rank.
-
-    Args:
-        weight: Weight of a query in the loss, times its own if it has one: 1 / (queries of the step
-            times their mean weight).
-        seed: Seed of the model's random numbers.
-    """
+    """The queries of a step, or of a micro-batch of it, the same on every rank."""
 
     queries_by_side: tuple[SideQueries, ...]  # only sides that have queries
-    weight: float
-    seed: int
+    weight: float  # of a query, times its own: 1 / (queries of the step times their mean weight)
+    seed: int  # of the model's random numbers
 
     @property
     def queries(self) -> int:
@@ -93,15 +77,11 @@ class QueryBatch(Pipelineable):
 class TripleQueries:
     """Examples of 1vsAll (Lacroix et al. 2018): one query per triple and side.
 
-    As in Lacroix et al., the two queries of a triple are two examples.  ``QueryBatches`` has them
-    half an epoch apart.  In one step their gradients would pull the same rows in the same
-    direction, with half as many triples per step: on FB15k-237 with relation prediction an epoch
-    learns less (loss 32.4 instead of 27.7 over the first 100 steps).
+    ``QueryBatches`` has the two queries of a triple half an epoch apart.  In one step their
+    gradients would pull the same rows in the same direction: on FB15k-237 with relation prediction
+    an epoch learns less (loss 32.4 instead of 27.7 over the first 100 steps).
 
-    Args:
-        triples: (T, 3), columns head, relation, tail; may be memory-mapped.
-        sides: The sides that are queried.
-        weights: (T,) in the loss; may be memory-mapped.
+    ``triples`` (T, 3) and ``weights`` (T,) in the loss may be memory-mapped.
     """
 
     def __init__(
@@ -127,10 +107,8 @@ class TripleQueries:
 class DistinctQueries:
     """Examples of KvsAll (Dettmers et al. 2018): distinct (anchor, relation, side), all answers.
 
-    Args:
-        known: Index of a single split, from which queries and answers are read.
-        sides: The sides that are queried.
-        sums_answers: Whether a query weighs as much as its answers together, each of them 1.
+    ``known`` is the index of a single split.  With ``sums_answers``, a query weighs as much as its
+    answers together, each of them 1.
     """
 
     queries_each = 1
@@ -166,14 +144,21 @@ class DistinctQueries:
 
 
 class EveryQuery(DistinctQueries):
-    """Examples of AllvsAll: every entity with every relation and side, with or without answers."""
+    """Examples of AllvsAll: every entity with every relation and side, with or without answers.
+
+    ``sizes`` are N and R.
+    """
+
+    def __init__(self, known: FilterIndex, sides: Sequence[Side], sizes: tuple[int, int]):
+        super().__init__(known, sides)
+        self._sizes = sizes
 
     def _count(self, side: Side) -> int:
-        return self.known.num_entities * self.known.num_relations
+        return self._sizes[0] * self._sizes[1]
 
     def _read(self, side: Side, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, Answers]:
         """Return queries by number, of which i is anchor i // R with relation i % R."""
-        anchors, relations = np.divmod(numbers, self.known.num_relations)
+        anchors, relations = np.divmod(numbers, self._sizes[1])
         return anchors, relations, self.known.answers(side, anchors, relations)
 
 
@@ -181,14 +166,10 @@ Examples = TripleQueries | DistinctQueries
 
 
 class QueryBatches(EpochBatches[QueryBatch]):
-    """Make the batches of queries whose candidates are all entities, or all of some types.
+    """Makes the batches of queries whose candidates are all entities, or all of some types.
 
-    Args:
-        examples: The examples of an epoch, each of which is used once.
-        plan: The contents of the batches.
-        delivery: Only ``ahead`` matters, since every rank makes the whole batch.
-        ends: The types at the ends of relations, if the candidates of a query are the entities of
-            the types of its answers; None for all entities.
+    Every rank makes the whole batch.  With ``ends``, the candidates of a query are the entities of
+    the types that its relation has on that side.
     """
 
     def __init__(
@@ -203,7 +184,6 @@ class QueryBatches(EpochBatches[QueryBatch]):
         self._ends = ends
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QueryBatch:
-        """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         first, size = self.positions(epoch, step)
         start, stop = (first + size * i // self.plan.accumulation for i in (part, part + 1))
         count = self._examples.queries_each
@@ -225,30 +205,20 @@ class QuerySample(SampledBatch):
     """One rank's share of a step of queries; each part has the first side, then the second.
 
     The entities are Q + M + sides K: anchors, answers, candidates.
-
-    Args:
-        relation: (Q,) ids.
-        query: (M,) which query of its side an answer belongs to, ascending within a side.
-        known: (Q, K) bool, answers among the candidates of the query's side.
-        weight: () float32, world size / queries of the step.
-        queries, answers: Numbers of each side.
     """
 
-    relation: Tensor
-    query: Tensor
-    known: Tensor
-    weight: Tensor
-    queries: tuple[int, ...]
-    answers: tuple[int, ...]
+    relation: Tensor  # (Q,) ids
+    query: Tensor  # (M,) the query of its side that an answer belongs to, ascending in a side
+    known: Tensor  # (Q, K) bool, answers among the candidates of the query's side
+    weight: Tensor  # () world size / queries of the step
+    queries: tuple[int, ...]  # of each side
+    answers: tuple[int, ...]  # of each side
 
 
 class QuerySampleBatches(EpochBatches[QuerySample]):
-    """Make the batches of distinct queries with sampled candidates (KvsSample).
+    """Makes the batches of distinct queries with sampled candidates (KvsSample).
 
-    Args:
-        known: Index of the training triples, from which queries and answers are read.
-        plan: The contents of the batches, with a ``sampler``; the chunk is the whole step.
-        delivery: This rank's share.
+    ``known`` is the index of the training triples.  The chunk is the whole step.
     """
 
     def __init__(self, known: FilterIndex, plan: BatchPlan, delivery: Delivery | None = None):
@@ -256,7 +226,6 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         super().__init__(len(self._queries), plan, delivery)
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QuerySample:
-        """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         first, size = self.positions(epoch, step)
         world, count = self.delivery.world_size, self.plan.accumulation
         number = self.delivery.rank * count + part

@@ -16,10 +16,7 @@ from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.negatives import Chunks, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.shuffle import EpochShuffle
-from kge_torchrec.data.sort import CHUNK
-
-_STREAM = 0xB0C4  # separates these random streams from others with the same seed
-
+from kge_torchrec.data.sort import CHUNK, chunks, id_counts
 
 # Has parts in memory for a step, given the part in each place, and the same for the next stage or
 # None if these parts stay.  Collective.
@@ -48,44 +45,42 @@ def _over(sampler: Any, base: NegativeSampler) -> NegativeSampler:
 class Stages:
     """The stages of an epoch: which triples and how many steps each of them has.
 
-    The triples of two parts are a bucket.  A bucket is cut into slices of equal size, one for each
-    stage that has both parts.  The positions of an epoch go through the slices of the first stage,
-    then those of the second:
+    A triple is in one of the stages that have the parts of its head and its tail, chosen at random.
 
-        buffers      slices                    if bucket (0, 0) has 7 triples, others 4 each
-        (0, 1)       00 01 10 11               positions 0-2, 3-6, 7-10, 11-14
-        (0, 2)       00 02 20 22               positions 15-18, 19-22, 23-26, 27-30
-
-    Args:
-        buffers: The part in each place, stage by stage.
-        counts: (P, P) triples by the parts of head and tail.
-        steps: Steps of the epoch.
-        batch_size: Most triples of a step.
-        seed: Seed of which triples of a bucket are in which slice.
+    Attributes:
+        buffers: The part in each place, by stage.
+        triples: (T,) numbers of the triples, stage by stage.
+        first: Where the triples of each stage start among them, and their number.
+        steps: Steps of each stage.
     """
 
     def __init__(
         self,
-        buffers: list[tuple[int, ...]],
-        counts: np.ndarray,
+        layout: PartLayout,
+        triples: np.ndarray,
         steps: int,
         batch_size: int,
-        seed: np.random.SeedSequence,
+        seed: int,
+        epoch: int,
     ):
-        self.buffers, parts = buffers, np.array(buffers)
-        self._counts = counts.ravel()
-        self._bucket = (parts[:, :, None] * len(counts) + parts[:, None]).ravel()  # of each slice
-        slices = np.bincount(self._bucket, minlength=counts.size)  # of each bucket
-        number = np.empty_like(self._bucket)  # of each slice in its bucket
-        number[np.argsort(self._bucket, kind="stable")] = np.concatenate([*map(np.arange, slices)])
-        size, among = self._counts[self._bucket], slices[self._bucket]
-        self._start = size * number // among  # of each slice, in its bucket
-        ends = np.cumsum(size * (number + 1) // among - self._start)
-        self._first = np.append(0, ends[:-1])  # position of each slice
-        self._shift = np.random.default_rng(seed).integers(0, np.maximum(1, self._counts))
-        per_stage = parts.shape[1] ** 2
-        self.first = np.append(0, ends[per_stage - 1 :: per_stage])  # of each stage, and the end
-        self.steps = _shared_out(np.diff(self.first), steps, batch_size)
+        self.buffers = layout.buffers(seed, epoch)
+        parts, total = np.array(self.buffers), len(triples)
+        # The stages of each bucket: the pair of the parts of a head and a tail.
+        bucket = (parts[:, :, None] * layout.parts + parts[:, None]).reshape(-1)
+        stages = np.argsort(bucket, kind="stable") // parts.shape[1] ** 2
+        counts = np.bincount(bucket, minlength=layout.parts**2)
+        before, drawn = np.cumsum(counts) - counts, EpochShuffle(total, seed, epoch)
+        stage = np.empty(total, np.min_scalar_type(len(parts)))
+        for start, rows in zip(range(0, total, CHUNK), chunks(triples), strict=True):
+            numbers, bucket = np.arange(start, start + len(rows)), layout.bucket_of(rows)
+            stage[numbers] = stages[before[bucket] + drawn(numbers) % counts[bucket]]
+        self.triples, sizes = sorted_numbers(stage, len(parts))
+        self.first = np.append(0, np.cumsum(sizes))
+        # Enough steps for the triples of each stage, the rest where steps are largest.
+        self.steps = -(-sizes // batch_size)
+        for _ in range(steps - int(self.steps.sum())):
+            room = np.where(self.steps < sizes, sizes / np.maximum(1, self.steps), 0)
+            self.steps[room.argmax()] += 1
 
     def at(self, step: int) -> tuple[int, int, int]:
         """Return the stage of a step, the step's first position, and the number of its triples."""
@@ -95,36 +90,12 @@ class Stages:
         begin, end = (first + (stop - first) * k // int(self.steps[stage]) for k in (own, own + 1))
         return stage, begin, end - begin
 
-    def triples_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bucket (M,) and the number within it (M,) at positions of the epoch."""
-        index = np.searchsorted(self._first, positions, "right") - 1
-        bucket = self._bucket[index]
-        place, size = positions - self._first[index] + self._start[index], self._counts[bucket]
-        # A prime is coprime to every smaller size, so this is a permutation of the bucket.
-        return bucket, (place * (_PRIME % size) + self._shift[bucket]) % size
-
-
-_PRIME = 4_294_967_291
-
-
-def _shared_out(triples: np.ndarray, steps: int, batch_size: int) -> np.ndarray:
-    """Return the steps of each stage: enough of them, the rest where steps are largest."""
-    shares = -(-triples // batch_size)
-    for _ in range(steps - int(shares.sum())):
-        shares[np.argmax(np.where(shares < triples, triples / np.maximum(1, shares), 0))] += 1
-    return shares
-
 
 class StagedBatches(TripleBatches):
     """Makes batches whose entities are all in memory, stage by stage.
 
     A stage has its triples in random order, in steps of its own, which have up to ``batch_size``
     triples.  Candidates are entities of the buffer.
-
-    Args:
-        triples, plan, delivery, weights: As for ``TripleBatches``.
-        layout: How the table is cut into parts.
-        show: Brings parts into memory, see ``Show``.
     """
 
     def __init__(
@@ -138,8 +109,6 @@ class StagedBatches(TripleBatches):
     ):
         super().__init__(triples, plan, delivery, weights)
         self.layout, self.show = layout, show
-        self._by_bucket, self._counts = sort_by_bucket(triples, layout)
-        self._bucket_first = np.cumsum(self._counts) - self._counts
         self._stages: dict[int, Stages] = {}
 
     @cached_property  # every step reads it
@@ -150,16 +119,10 @@ class StagedBatches(TripleBatches):
     def stages(self, epoch: int) -> Stages:
         """Return the stages of an epoch."""
         if epoch not in self._stages:
-            parts, seed = self.layout.parts, self.plan.seed
-            self._stages = {
-                epoch: Stages(
-                    self.layout.buffers(seed, epoch),
-                    self._counts.reshape(parts, parts),
-                    self.steps_per_epoch,
-                    self.plan.batch_size,
-                    np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)),
-                )
-            }
+            sizes = self.steps_per_epoch, self.plan.batch_size
+            self._stages.clear()  # they take 4 bytes per triple
+            made = Stages(self.layout, self.triples, *sizes, self.plan.seed, epoch)
+            self._stages[epoch] = made
         return self._stages[epoch]
 
     def positions(self, epoch: int, step: int) -> tuple[int, int]:
@@ -174,8 +137,7 @@ class StagedBatches(TripleBatches):
             stage = int(np.searchsorted(stages.first, positions[0], "right")) - 1
             first, stop = stages.first[stage : stage + 2].tolist()
             shuffled = first + EpochShuffle(stop - first, self.plan.seed, epoch)(positions - first)
-            bucket, place = stages.triples_at(shuffled)
-            return self._by_bucket[self._bucket_first[bucket] + place].astype(np.int64)
+            return stages.triples[shuffled].astype(np.int64)
 
         return triples_at
 
@@ -204,29 +166,17 @@ class StagedBatches(TripleBatches):
             yield batch
 
 
-def sort_by_bucket(triples: np.ndarray, layout: PartLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Sort triples by bucket, in memory for their numbers and a chunk.
+def sorted_numbers(keys: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers (T,) of keys in [0, count) in stable order, and how many each has.
 
-    Args:
-        triples: (T, 3) integers; may be memory-mapped.
-        layout: The layout.
-
-    Returns:
-        Numbers of the triples (T,), bucket by bucket, and the triples of each bucket (P * P,).
+    It sorts in pieces, since argsort takes 8 bytes per key.
     """
-    chunks = range(0, len(triples), CHUNK)
-    counts = np.zeros(layout.parts**2, np.int64)
-    for start in chunks:
-        counts += np.bincount(
-            layout.bucket_of(triples[start : start + CHUNK]), minlength=len(counts)
-        )
-    numbers = np.empty(len(triples), np.uint32 if len(triples) < 1 << 32 else np.int64)
+    counts = id_counts(keys, count)
+    numbers = np.empty(len(keys), np.uint32 if len(keys) < 1 << 32 else np.int64)
     free = np.cumsum(counts) - counts
-    for start in chunks:
-        bucket = layout.bucket_of(triples[start : start + CHUNK])
-        order = np.argsort(bucket, kind="stable")
-        own = np.bincount(bucket, minlength=len(counts))
-        place = np.arange(len(bucket)) + np.repeat(free - (np.cumsum(own) - own), own)
-        numbers[place] = start + order
+    for start, part in zip(range(0, len(keys), CHUNK), chunks(keys), strict=True):
+        own = np.bincount(part, minlength=count)
+        place = np.arange(len(part)) + np.repeat(free - (np.cumsum(own) - own), own)
+        numbers[place] = start + np.argsort(part, kind="stable")
         free += own
     return numbers, counts

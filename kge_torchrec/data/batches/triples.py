@@ -1,11 +1,8 @@
 """Batches of triples with sampled candidates: this rank's share of every step.
 
 A step takes a run of positions of the epoch's order, and rank r takes the r-th part of the run.
-Triples are grouped into chunks that share candidates.  Chunks are cut at fixed positions of the
-step, so training does not depend on the world size.
-
-A GPU that holds the training triples makes the batches where they are used, so that it does not
-wait for the CPU.  Only positions and random numbers come from the CPU.
+Chunks are cut at fixed positions of the step, so training does not depend on the world size.
+A GPU that holds the triples makes the batches from positions and random numbers of the CPU.
 
 Shapes: T triples, C chunks, b triples per chunk, B = C b triples, K candidates per chunk and side,
 U unique entities.
@@ -42,36 +39,24 @@ _SHARE, _SHARE_OF_FREE = 1 / 8, 1 / 2  # of a GPU's memory, which triples may ta
 class Batch(SampledBatch):
     """One rank's share of a step of triples.
 
-    The entities are 2 C b + C K of each side: heads, tails, candidates.
-
-    Args:
-        relation: (C, b) ids.
-        weight: (C, b) float32, a triple's share of the step's loss (in proportion to the weights of
-            triples, if they have any) times the world size; 0 on padding.
-        known_head: (C, b, K) bool, head candidates that are no negatives of a triple: they make a
-            known fact, or the sampler excludes them.  Empty if unused.
-        known_tail: The same for tails.
-        sizes: Number of heads, of tails, and of candidates of each side in ``entities``.
-        log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
-            Empty if unused.
+    The entities are 2 C b + C K of each side: heads, tails, candidates.  ``known_head`` and
+    ``known_tail`` mark candidates that are no negatives of a triple: they make a known fact, or the
+    sampler excludes them.
     """
 
-    relation: Tensor
-    weight: Tensor
-    known_head: Tensor
+    relation: Tensor  # (C, b) ids
+    weight: Tensor  # (C, b) share of the step's loss, times the world size; 0 on padding
+    known_head: Tensor  # (C, b, K) bool; empty if unused
     known_tail: Tensor
-    sizes: tuple[int, ...]
-    log_expected: Tensor
+    sizes: tuple[int, ...]  # of heads, of tails, and of candidates of each side in ``entities``
+    log_expected: Tensor  # (C K of each side) times that a chunk has it, or empty
 
 
 def share_of(size: int, chunk_size: int, number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return one of ``count`` shares of a step of ``size`` triples, laid out in chunks.
 
-    Shares are equal runs of positions.  A run over several chunks is padded to whole chunks, by
-    positions of its own; a run inside a single chunk is not.
-
-    Returns:
-        Positions in the step (C, b), and which of them are no padding: (C, b) bool.
+    Shares are equal runs of positions (C, b).  A run over several chunks is padded to whole chunks,
+    by positions of its own, which are False in the second result; one in a single chunk is not.
     """
     start, stop = size * number // count, size * (number + 1) // count
     first, last = start // chunk_size, (stop - 1) // chunk_size
@@ -84,12 +69,9 @@ def share_of(size: int, chunk_size: int, number: int, count: int) -> tuple[np.nd
 def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0) -> int:
     """Return the bytes of what makes batches on a device.
 
-    Args:
-        config: The config of the run.
-        triples: T, which have ids, and keys of at most 16 bytes if they are known facts.
-        entities: Number of entities, if they have features.
-        pairs: Number of pairs of an entity and a feature.
+    ``entities`` and ``pairs`` (of an entity and a feature) count if entities have features.
     """
+    # A triple has ids, and keys of at most 16 bytes if it is a known fact.
     return triples * (12 + 16 * config.negatives.filtered) + 9 * entities + 12 * pairs
 
 
@@ -105,7 +87,7 @@ class TripleBatches(EpochBatches[Batch]):
         triples: (T, 3) integers, columns head, relation, tail; may be memory-mapped.
         plan: What the batches contain, with a ``sampler``.
         delivery: This rank's share.
-        weights: (T,) weights of the triples in the loss; None weighs all alike.
+        weights: (T,) in the loss.
         device: Where the triples are kept and the batches made; None reads the triples as they are
             needed, and makes batches on the CPU.
     """
@@ -142,10 +124,9 @@ class TripleBatches(EpochBatches[Batch]):
         sampler: NegativeSampler | None = None,
         rows_of: RowsOf | None = None,
     ) -> Batch:
-        """Return the batch of a step, or micro-batch ``part`` of it; it may be empty.
+        """Return the batch as `EpochBatches.batch`.
 
-        A step may have its own sampler.  ``rows_of`` returns the rows of entities in the table,
-        which are their numbers without it.
+        A step may have its own sampler, and rows of entities in the table other than their ids.
         """
         (start, size), world = self.positions(epoch, step), self.delivery.world_size
         accumulation, sampler = self.plan.accumulation, sampler or self.sampler

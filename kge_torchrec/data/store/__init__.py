@@ -23,7 +23,7 @@ from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.data.labels import hash_of
 from kge_torchrec.data.store.attributes import Attributes
-from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of
 
@@ -136,11 +136,11 @@ class TripleStore:
         return _map(self.path / name) if name in self._files else None
 
     def types(self) -> Attributes | None:
-        """Return the types of entities, memory-mapped; None without."""
+        """Return the types of entities, or None."""
         return self._attributes("types")
 
     def features(self) -> Attributes | None:
-        """Return the features of entities, memory-mapped; None without."""
+        """Return the features of entities, or None."""
         return self._attributes("features")
 
     def _attributes(self, kind: str) -> Attributes | None:
@@ -149,32 +149,19 @@ class TripleStore:
         names = Vocabulary.open(self.path / f"{kind}.arrow").array
         return Attributes(names, *(_map(self.path / f"{kind}-{part}.npy") for part in TABLES[kind]))
 
-    def filter_index(
-        self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
-    ) -> FilterIndex:
-        """Return the filter index over some splits, and over other triples (T, 3)."""
-        indices: list[dict[str, SideIndex]] = []
-        for split in splits:
-            self.split(split)
-            indices.append({side: self.side_index(split, side) for side in SIDES})
-        if others is not None:
-            sizes = self.num_entities, self.num_relations
-            indices.append({side: build_side(side, others, *sizes) for side in SIDES})
-        return FilterIndex(indices, self.num_entities, self.num_relations)
+    def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
+        """Return the filter index over some splits."""
+        return FilterIndex([{s: self.side_index(split, s) for s in SIDES} for split in splits])
 
     def degrees(self, side: str | None = None) -> np.ndarray:
-        """Return how often each entity is in a training triple, (N,) int64.
-
-        Args:
-            side: "head" or "tail" counts the triples that have it there, memory-mapped; None counts
-                both.
-        """
+        """Return how often each entity is in a training triple, on a side or both, (N,) int64."""
         if side is None:
             return self.degrees("head") + self.degrees("tail")
         return _map(self.path / degrees_name(side))
 
     def side_index(self, split: str, side: str) -> SideIndex:
         """Return the part of the filter index for one split and side."""
+        self.split(split)
         if (split, side) not in self._sides:  # opening files takes longer than a few queries
             names = (index_name(split, side, part) for part in SideIndex._fields)
             self._sides[split, side] = SideIndex(*(_map(self.path / name) for name in names))
@@ -254,8 +241,8 @@ FEW = 16  # labels that are searched by their hashes, which takes about 0.1 ms e
 class Vocabulary:
     """The labels of ids ``0..len-1``, an Arrow file read in place: opening costs no memory.
 
-    A search by label scans the file, except for a few labels of a store whose ids follow the hashes
-    of labels.  It is meant for labels that a user types, not for whole data sets.
+    A search scans the file, except for a few labels of a store whose ids follow their hashes: it is
+    meant for labels that a user types, not for whole data sets.
     """
 
     def __init__(self, labels: pa.Array, kind: str = "label"):

@@ -16,19 +16,12 @@ from kge_torchrec.data.store.filter_index import Ranges, anchors_of, keys_of, re
 
 
 class Attributes(NamedTuple):
-    """The types or the features of all entities; its arrays may be mapped.
+    """The types or the features of all entities; its arrays may be mapped."""
 
-    Args:
-        names: (K,) the labels, a pyarrow array.
-        indptr: (N + 1,) int64, where the labels of each entity start in ``ids``.
-        ids: (M,) int64 places in ``names``, ascending for each entity, each once.
-        weights: (M,) float32, of features only.
-    """
-
-    names: pa.Array
-    indptr: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray | None = None
+    names: pa.Array  # (K,) the labels
+    indptr: np.ndarray  # (N + 1,) int64, where the labels of each entity start in ``ids``
+    ids: np.ndarray  # (M,) int64 places in ``names``, ascending for each entity, each once
+    weights: np.ndarray | None = None  # (M,) float32, of features only
 
     @classmethod
     def of_pairs(

@@ -46,8 +46,7 @@ def finish_store(
 ) -> None:
     """Write all files of a store, whose triples and their weights are in a folder already.
 
-    ``entities`` and ``relations`` are labels (N,) and (R,); ``notes`` are entries of the report,
-    beside those that follow from the contents; ``most`` is as for `write_indices`.
+    ``notes`` are entries of the report, beside those that follow from the contents.
     """
     Vocabulary(entities).save(folder / "entities.arrow")
     Vocabulary(relations).save(folder / "relations.arrow")
@@ -57,8 +56,7 @@ def finish_store(
             for part in TABLES[kind]:
                 np.save(folder / f"{kind}-{part}.npy", getattr(table, part))
     triples, weights = map_triples(folder)
-    sizes = len(entities), len(relations)
-    indices = write_indices(folder, triples, sizes, most)
+    indices = write_indices(folder, triples, len(entities), most)
     report: dict[str, Any] = {
         "triples": {split: len(rows) for split, rows in triples.items()},
         "duplicates": {},
@@ -78,7 +76,16 @@ def finish_store(
         **notes,
     }
     # Triples that were split here are distinct.
-    report["shared"] = {} if report["split"] else shared_triples(triples, indices, *sizes)
+    report["shared"] = {} if report["split"] else shared_triples(triples, indices)
+    if types is not None:
+        counts = np.bincount(types.ids, minlength=len(types.names)).tolist()
+        report["types"] = {
+            **report["types"],
+            "types": len(types.names),
+            "entities": int((np.diff(types.indptr) > 0).sum()),
+        }
+        if "ends" in report["types"]:
+            report["types"]["sizes"] = dict(zip(types.names.to_pylist(), counts, strict=True))
     if features is not None:
         has_features = np.diff(features.indptr) > 0
         lone = has_features & ~used_entities(triples, len(entities))
@@ -162,17 +169,14 @@ def unseen_relations(
 
 
 def shared_triples(
-    triples: Mapping[str, np.ndarray],
-    indices: Mapping[str, Mapping[str, SideIndex]],
-    num_entities: int,
-    num_relations: int,
+    triples: Mapping[str, np.ndarray], indices: Mapping[str, Mapping[str, SideIndex]]
 ) -> dict[str, int]:
     """Count the triples that two splits share, as ``{"train-valid": 3}``."""
     counts = {}
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         if len(triples[first]) == 0 or len(triples[second]) == 0:
             continue
-        known = FilterIndex([indices[first]], num_entities, num_relations)
+        known = FilterIndex([indices[first]])
         shared = sum(
             int(known.contains("tail", heads, relations, tails[:, None]).sum())
             for heads, relations, tails in (rows.T for rows in chunks(triples[second]))
@@ -215,12 +219,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     }
     types, features = store.types(), store.features()
     if types is not None:
-        types = types.inside(inside)
-        count = int((np.diff(types.indptr) > 0).sum())
-        notes["types"] = {**store.report["types"], "entities": count}
-        if "sizes" in notes["types"]:
-            sizes = np.bincount(types.ids, minlength=len(types.names)).tolist()
-            notes["types"]["sizes"] = dict(zip(types.names.to_pylist(), sizes, strict=True))
+        types, notes["types"] = types.inside(inside), store.report["types"]
     if features is not None:
         features = features.inside(inside).without_unused()
         if len(features.names):

@@ -1,9 +1,8 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true.
 
-Each side of a split has its distinct queries as one ascending array, and the answers of all queries
-one after another.  A query may have millions of answers, so the answers of a batch are never
-copied: a batch holds where they start and stop in the index.  The ids of a range ascend, so those
-within a block of entities are a smaller range, found by binary search.
+A query may have millions of answers, so the answers of a batch are never copied: a batch holds
+where they start and stop in the index.  The ids of a range ascend, so those within a block of
+entities are a smaller range, found by binary search.
 
 Shapes: Q queries, B queries that are looked up, M answers, N entities, T triples, K candidates.
 """
@@ -23,7 +22,7 @@ FEW = 8  # queries looked up by numpy: `search`, which is compiled, takes half a
 
 def keys_of(anchors: np.ndarray, relations: np.ndarray) -> np.ndarray:
     """Return a number (B,) int64 per query that orders like anchor, then relation."""
-    keys = anchors.astype(np.int64)
+    keys = np.array(anchors, np.int64)
     keys <<= 32
     keys |= relations
     return keys
@@ -40,25 +39,11 @@ def relations_of(keys: np.ndarray) -> np.ndarray:
 
 
 class SideIndex(NamedTuple):
-    """The triples of one split by (anchor, relation, answer); may be memory-mapped.
+    """The triples of one split by (anchor, relation, answer); may be memory-mapped."""
 
-    Args:
-        queries: (Q,) int64, the keys of the distinct queries (see ``keys_of``), ascending.
-        starts: (Q + 1,) int64; the answers of query q are ``answers[starts[q]:starts[q + 1]]``.
-        answers: (T,) entities, ascending for each query.
-    """
-
-    queries: np.ndarray
-    starts: np.ndarray
-    answers: np.ndarray
-
-    @classmethod
-    def of_sorted(cls, keys: np.ndarray, answers: np.ndarray) -> SideIndex:
-        """Return the index of triples by their queries (T,) and answers (T,), in this order."""
-        is_start = np.ones(len(keys) + 1, bool)
-        np.not_equal(keys[1:], keys[:-1], out=is_start[1:-1])
-        starts = np.flatnonzero(is_start)
-        return cls(keys[starts[:-1]], starts, answers)
+    queries: np.ndarray  # (Q,) int64, the keys of the distinct queries (``keys_of``), ascending
+    starts: np.ndarray  # (Q + 1,) int64, of each query's answers
+    answers: np.ndarray  # (T,) entities, ascending for each query
 
     def find(self, anchors: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where the answers of queries start (B,) and stop (B,)."""
@@ -83,47 +68,43 @@ def _places(ascending: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.n
     return place, is_there
 
 
-def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations: int) -> SideIndex:
+def build_side(side: str, triples: np.ndarray) -> SideIndex:
     """Return the index of ``triples`` (T, 3) that answers queries for ``side``."""
     anchor = TAIL - answer_column(side)
     columns = [triples[:, column] for column in (anchor, RELATION, answer_column(side))]
     low = int(columns[0].min()) if len(triples) else 0
-    count = int(columns[0].max()) + 1 - low if len(triples) else 0
     if low:  # in a part of a graph, anchors are close: keys are shorter
         columns[0] = columns[0] - low
-    anchors, relations, answers = sorted_rows(columns, (count, num_relations, num_entities))
+    sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    anchors, relations, answers = sorted_rows(columns, sizes)
     anchors += low
     keys = keys_of(anchors, relations)
     del anchors, relations  # they are as large as the queries and starts of many graphs
-    return SideIndex.of_sorted(keys, answers)
+    is_start = np.ones(len(keys) + 1, bool)
+    np.not_equal(keys[1:], keys[:-1], out=is_start[1:-1])
+    starts = np.flatnonzero(is_start)
+    return SideIndex(keys[starts[:-1]], starts, answers)
 
 
 class FilterIndex:
     """Known answers over one or more splits.
 
     Queries for side "tail" have heads as anchors and tails as answers; for side "head" tails are
-    the anchors and heads the answers.
+    the anchors and heads the answers.  An anchor that no triple has is known for nothing.
     """
 
-    def __init__(
-        self,
-        indices: Sequence[Mapping[str, SideIndex]],
-        num_entities: int,
-        num_relations: int,
-    ):
+    def __init__(self, indices: Sequence[Mapping[str, SideIndex]]):
         self._indices: list[dict[str, SideIndex]] = [
             {side: SideIndex(*map(read_only, index[side])) for side in SIDES} for index in indices
         ]
-        self.num_entities = num_entities
-        self.num_relations = num_relations
+
+    @classmethod
+    def of(cls, *splits: np.ndarray) -> FilterIndex:
+        """Return the index of some splits (T, 3)."""
+        return cls([{side: build_side(side, rows) for side in SIDES} for rows in splits])
 
     def answers(self, side: str, anchors: np.ndarray, relations: np.ndarray) -> Answers:
-        """Return where the known answers of queries (B,) lie; one of two splits is repeated.
-
-        Raises:
-            IndexError: An id is outside the store.
-        """
-        anchors, relations = self._checked(anchors, relations)
+        """Return where the known answers of queries (B,) lie; one of two splits is repeated."""
         sides = [index[side] for index in self._indices]
         ranges = [Ranges(own.answers, *own.find(anchors, relations)) for own in sides]
         return Answers(len(anchors), ranges)
@@ -135,11 +116,7 @@ class FilterIndex:
 
         Candidates are (C, K) entity ids, of which B / C queries one after another share a row, or
         (K,) that all queries share.
-
-        Raises:
-            IndexError: An anchor or relation is outside the store.
         """
-        anchors, relations = self._checked(anchors, relations)
         candidates = np.ascontiguousarray(np.atleast_2d(candidates), np.int64)
         rows = np.arange(len(anchors)) * len(candidates) // max(1, len(anchors))
         is_known = np.zeros((len(anchors), candidates.shape[1]), bool)
@@ -156,13 +133,8 @@ class FilterIndex:
         return is_known
 
     def joined(self, other: FilterIndex) -> FilterIndex:
-        """Return an index that also has the answers of another one, which may know more ids."""
-        several = [*self._indices, *other._indices]
-        return FilterIndex(several, other.num_entities, self.num_relations)
-
-    def widened(self, num_entities: int) -> FilterIndex:
-        """Return an index that can be asked for more ids, which have no answers."""
-        return FilterIndex(self._indices, num_entities, self.num_relations)
+        """Return an index that also has the answers of another one."""
+        return FilterIndex([*self._indices, *other._indices])
 
     def relations_between(self, head: int, tail: int) -> np.ndarray:
         """Return the relations (M,) int64 from one entity to another; some are repeated."""
@@ -179,16 +151,6 @@ class FilterIndex:
         """Return the index of a side; ValueError if it is over more than one split."""
         (index,) = self._indices
         return index[side]
-
-    def _checked(self, anchors: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        anchors, relations = (np.ascontiguousarray(x, np.int64) for x in (anchors, relations))
-        sizes = self.num_entities, self.num_relations
-        for name, ids, size in zip(
-            ("anchor", "relation"), (anchors, relations), sizes, strict=True
-        ):
-            if len(ids) and (ids.min() < 0 or ids.max() >= size):
-                raise IndexError(f"{name} ids must lie in [0, {size})")
-        return anchors, relations
 
 
 def _bounds(
@@ -228,12 +190,7 @@ class Ranges(NamedTuple):
 
 
 class Answers:
-    """The answers of Q queries.
-
-    Args:
-        queries: Q.
-        parts: Ranges of the Q queries; an answer in two of them is repeated.
-    """
+    """The answers of Q queries, as ranges of one or more arrays; one in two of them is repeated."""
 
     def __init__(self, queries: int, parts: Sequence[Ranges]):
         self.queries = queries
@@ -275,16 +232,17 @@ class Answers:
 
     def between(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the answers from ``first`` to ``stop`` - 1 as queries (M,) and entities (M,)."""
-        return _concatenated(part.gathered() for part in self._within(first, stop))
+        return _concatenated(self.pieces(first, stop))
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield what ``between`` returns in pieces of at most ``PIECE`` answers."""
-        for part in self._within(first, stop):
-            counts = part.stops - part.starts
-            ends = np.cumsum(counts)
-            for done in range(0, int(ends[-1]), PIECE):
-                low, high = (np.clip(x - (ends - counts), 0, counts) for x in (done, done + PIECE))
-                yield Ranges(part.ids, part.starts + low, part.starts + high).gathered()
+        for part in self.parts:
+            starts, stops = _bounds(part.ids, part.starts, part.stops, first, stop)
+            counts = stops - starts
+            before = np.cumsum(counts) - counts
+            for done in range(0, int(counts.sum()), PIECE):
+                low, high = (np.clip(x - before, 0, counts) for x in (done, done + PIECE))
+                yield Ranges(part.ids, starts + low, starts + high).gathered()
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all answers: query (M,) int64, ascending, and entity (M,) int64."""
@@ -293,13 +251,6 @@ class Answers:
             order = np.argsort(query, kind="stable")
             query, entity = query[order], entity[order]
         return query, entity
-
-    def _within(self, first: int, stop: int) -> Iterator[Ranges]:
-        """Yield the parts that have some entities, with their ranges cut to them."""
-        for part in self.parts:
-            starts, stops = _bounds(part.ids, part.starts, part.stops, first, stop)
-            if (stops > starts).any():
-                yield Ranges(part.ids, starts, stops)
 
 
 def _concatenated(

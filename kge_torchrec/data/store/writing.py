@@ -29,20 +29,19 @@ ALL_ROWS = 1 << 62  # rows in memory where nothing bounds them
 def write_indices(
     folder: Path,
     triples: Mapping[str, np.ndarray],
-    sizes: tuple[int, int],
+    num_entities: int,
     most: int = ALL_ROWS,
 ) -> dict[str, dict[str, SideIndex]]:
     """Write the filter index of each split and side, and return it, mapped; write degrees too.
 
-    ``sizes`` are N and R, and ``most`` is the number of rows in memory; an entity with more triples
-    takes more.
+    ``most`` is the number of rows in memory; an entity with more triples takes more.
     """
     indices: dict[str, dict[str, SideIndex]] = {}
     for split, rows in triples.items():
         indices[split] = {}
         for side in SIDES:
             paths = [folder / index_name(split, side, part) for part in SideIndex._fields]
-            degrees = _write_side(paths, rows, side, sizes, most)
+            degrees = _write_side(paths, rows, side, num_entities, most)
             if split == "train":
                 np.save(folder / degrees_name(OTHER[side]), degrees)
             indices[split][side] = SideIndex(*(np.load(path, mmap_mode="r") for path in paths))
@@ -50,18 +49,15 @@ def write_indices(
 
 
 def _write_side(
-    paths: list[Path], rows: np.ndarray, side: Side, sizes: tuple[int, int], most: int
+    paths: list[Path], rows: np.ndarray, side: Side, num_entities: int, most: int
 ) -> np.ndarray:
-    """Write the index of queries for a side; return how many triples each anchor has, (N,).
-
-    Ranges of anchors are sorted one after another.
-    """
+    """Write the index of queries for a side; return how many triples each anchor has, (N,)."""
     folder, column, done = paths[0].parent, answer_column(OTHER[side]), 0
-    degrees = id_counts(rows[:, column], sizes[0])
+    degrees = id_counts(rows[:, column], num_entities)
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in paths]
         for part, _ in pieces_by_id(rows, column, degrees, most, folder):
-            own = build_side(side, part, *sizes)
+            own = build_side(side, part)
             arrays = own.queries, own.starts[:-1] + done, own.answers
             for file, array in zip(files, arrays, strict=True):
                 file.write(array.data)
