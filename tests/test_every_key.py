@@ -296,6 +296,8 @@ CASES = [
     case("model.dropout.input", 0.0, 0.5, "table", "scorer"),
     case("model.dropout.hidden", 0.0, 0.5, "table", "scorer"),
     case("model.options.p", 0, 1, "table", model__scorer="keci", model__dim=12),
+    *(case("model.options.feature_dropout", 0.0, 0.5, "table", model__scorer=scorer, model__dim=dim)
+      for scorer, dim in (("tucker", 4), ("conex", 8))),
     # loss
     case("loss.name", "softmax", "bce", "table"),
     case("loss.options.label_smoothing", 0.0, 0.3, "table"),
