@@ -252,7 +252,7 @@ def test_first_trials_are_not_dropped(tmp_path, store, short):
     first = trials_of(tmp_path / "open")
     assert [trial.user_attrs["from"] for trial in first] == list(PORTFOLIO)
     assert {trial.state for trial in first} == {TrialState.COMPLETE}
-    config = config_of("countries", **{**SMALL, "train.epochs": 2}, evaluation__every=2)
+    config = config_of("countries", **SMALL, evaluation__every=9)
     poor = {"train.lr": [1e-6]}  # worse than the config's
     kge_torchrec.tune(config, trials=3, study=tmp_path / "whole", space=poor)
     assert {trial.state for trial in trials_of(tmp_path / "whole")} == {TrialState.COMPLETE}
