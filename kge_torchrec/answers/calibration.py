@@ -1,6 +1,8 @@
 """Calibration: curves that turn scores into probabilities, fitted to valid and measured on test.
 
-A curve is p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``))) (Platt 1999).
+    isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
+                                        with linear interpolation
+    Platt     Platt 1999                p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``)))
 
 A probability of p means: of the answers that ``predict`` lists with this score, the share p is
 true. A query is a triple of a held-out split without its head, relation or tail. A listed answer is
@@ -33,7 +35,9 @@ from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_model import TrainedModel
 
 FILE = "calibration.json"
+TIE = 1e-6  # largest difference of probabilities inside one step of an isotonic curve
 BINS = 15  # bins of the expected calibration error, the default of Guo et al. 2017
+STEPS_FROM = 1000  # answers from which a curve is isotonic; a sigmoid needs fewer
 OWN_FROM = 10  # queries from which a relation may have a curve of its own
 FOLDS = 3  # of the queries of valid, to choose curves
 QUERIES = 512  # queries per batch
@@ -42,17 +46,31 @@ RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all rela
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of probabilities, which ascends with the score unless its slope is 0."""
+    """A Platt curve or an isotonic curve; the fields of the other kind keep their defaults."""
 
-    slope: float
-    intercept: float
+    slope: float = 0.0
+    intercept: float = 0.0
+    scores: tuple[float, ...] = ()  # ascending
+    probabilities: tuple[float, ...] = ()  # at these scores
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        """Return the probabilities (M,) float64 of scores (M,); NaN counts as -inf."""
-        scores = np.asarray(scores, np.float64)
-        largest = np.finfo(np.float32).max  # infinity times a slope of 0 has no value
-        scores = np.nan_to_num(scores, nan=-largest, posinf=largest, neginf=-largest)
-        return sigmoid(self.slope * scores + self.intercept)
+        """Return the probabilities (M,) float64 of scores (M,); NaN counts as -inf.
+
+        A larger score has a larger probability, by up to ``TIE`` inside an isotonic step, so
+        answers keep their order. Scores beyond those of the fit have steps, too.
+        """
+        scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
+                               neginf=-np.inf)  # fmt: skip
+        if self.scores:
+            steps = np.interp(scores, self.scores, self.probabilities)
+            centre, spread = np.median(self.scores), np.std(self.scores) or 1.0
+            with np.errstate(invalid="ignore"):  # infinity by infinity
+                away = np.abs(scores - centre) / spread
+                inside = np.nan_to_num(away / (1 + away), nan=1.0)
+            return (1 - TIE) * steps + TIE * (1 + np.sign(scores - centre) * inside) / 2
+        with np.errstate(invalid="ignore"):  # 0 times infinity
+            return sigmoid(np.nan_to_num(self.slope * scores + self.intercept, posinf=np.inf,
+                                         neginf=-np.inf))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,9 @@ class Calibration:
 def fit(scores: np.ndarray, labels: np.ndarray) -> Curve:
     """Fit a curve to scores (M,) with labels (M,) bool, True for true triples.
 
+    It is isotonic from ``STEPS_FROM`` answers on, and never certain: a step is at least 1 / 2M away
+    from 0 and 1.
+
     Raises:
         KGEError: scikit-learn is not installed, or all labels are the same.
     """
@@ -128,17 +149,24 @@ def fit(scores: np.ndarray, labels: np.ndarray) -> Curve:
             "or calibrate more answers of each query (top)"
         )
     try:
+        from sklearn.isotonic import IsotonicRegression
         from sklearn.linear_model import LogisticRegression
     except ImportError:
         raise KGEError("calibrating needs scikit-learn: pip install -e '.[calibrate]'") from None
+    if len(labels) >= STEPS_FROM:
+        least = 0.5 / len(labels)
+        steps = IsotonicRegression(y_min=least, y_max=1 - least, out_of_bounds="clip")
+        steps.fit(scores, labels)
+        return Curve(scores=tuple(steps.X_thresholds_.tolist()),
+                     probabilities=tuple(steps.y_thresholds_.tolist()))  # fmt: skip
     # Standardized scores help the solver converge. C=1e6 makes the penalty negligible.
     centre, spread = float(scores.mean()), float(scores.std()) or 1.0
     line = LogisticRegression(C=1e6).fit((scores[:, None] - centre) / spread, labels)
     slope = float(line.coef_[0, 0]) / spread
     if slope < 0:  # false answers score higher: the score says nothing, and the order is kept
         share = float(labels.mean())
-        return Curve(0.0, float(np.log(share / (1 - share))))
-    return Curve(slope, float(line.intercept_[0]) - slope * centre)
+        return Curve(intercept=float(np.log(share / (1 - share))))
+    return Curve(slope=slope, intercept=float(line.intercept_[0]) - slope * centre)
 
 
 def is_mixed(labels: np.ndarray) -> bool:
@@ -178,8 +206,8 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def calibrate(model: TrainedModel, step: int, top: int, limit: int) -> Calibration:
     """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
-    ``about`` of the result has the errors on test: of all answers and by relation, with the common
-    curves and the chosen ones.
+    ``about`` of the result has the errors on test: of all answers and by relation, with the sigmoid
+    of the score, the common curves and the chosen ones.
     """
     for name, value in (("top", top), ("limit", limit)):
         at_least(name, value, 1)
@@ -244,7 +272,7 @@ def _errors_on(
 ) -> dict[str, Any]:
     """Return the errors on the answers to the queries of test, "test", and those by relation."""
     joined = Listed.merged([*test.values()])
-    values: dict[str, np.ndarray] = {}
+    values = {"sigmoid": sigmoid(joined.scores.astype(np.float64))}
     for name, curves in (("common", replace(made, own={})), ("calibrated", made)):
         values[name] = np.concatenate([
             curves.probabilities(x.scores, part, x.relations) for part, x in test.items()

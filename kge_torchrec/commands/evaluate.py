@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SIDES = ("head", "tail", "both")
 TITLES = {"most popular": "the most popular unseen items"}
 MEAN_RANK = {"mr": ".1f"}  # how its column is written
-_KINDS = {"common": "one curve", "calibrated": "calibrated"}
+_KINDS = {"sigmoid": "sigmoid(score)", "common": "one curve", "calibrated": "calibrated"}
 
 
 def evaluate(
@@ -244,7 +244,7 @@ def report(
     Args:
         runs: the folders of runs
         output: file of the page (default: report.html in the first run)
-        models: load no model: no ranks by relation and no examples
+        models: load no model: no ranks by relation, no map of entities and no examples
     """
     with loading_torch():
         from kge_torchrec.reports.page import report as write_report
@@ -279,10 +279,11 @@ def _summary(made: Calibration) -> str:
     queries = f"{about['valid_queries']:,} queries of valid"
     lines = [f"fitted to the {about['top']} best answers to {queries}"]
     for part, curve in made.curves.items():
+        shape = f"isotonic, {len(curve.scores):,} points"
+        if not curve.scores:
+            shape = f"p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})"
         own = len(made.own.get(part, ()))
-        has_own = f"; {own:,} relations have their own" if own else ""
-        shape = f"p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})"
-        lines.append(f"  {part}: {shape}{has_own}")
+        lines.append(f"  {part}: {shape}{f'; {own:,} relations have their own' if own else ''}")
     if "test" not in about:
         return "\n".join([*lines, "there are no test triples, so the errors are unknown"])
     test = about["test"]

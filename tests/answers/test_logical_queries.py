@@ -83,7 +83,7 @@ def example():
 @pytest.mark.parametrize("certain", [False, True])
 def test_degrees_match_dense_evaluation(example, model, calibrated, certain):
     if calibrated:
-        made = Calibration({"tail": Curve(3.0, -1.0)}, {}, 0, "", {})
+        made = Calibration({"tail": Curve(slope=3.0, intercept=-1.0)}, {}, 0, "", {})
         model = replace(model, calibration=made)
     queries, chances = example["LogicalQueries"](model, N, certain), tables(model, certain)
     for name, query in QUERIES.items():
