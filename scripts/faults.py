@@ -191,7 +191,7 @@ order = np.lexsort((pairs, -scores))[:k] => order = np.lexsort((pairs, scores))[
 some = [only.contain("head", => some = [only.contain("tail", @@ answers/test_predictions.py answers/test_links.py
 similarity, itself = EntitySimilarity(model.scorer), Answers.single(entities.numpy()) => similarity, itself = EntitySimilarity(model.scorer), None @@ answers/test_nearest.py
 [answers/calibration.py: answers/test_calibration.py]
-return Curve(slope, float(line.intercept_[0]) - slope * centre) => return Curve(slope, float(line.intercept_[0]) + slope * centre)
+return Curve(slope=slope, intercept=float(line.intercept_[0]) - slope * centre) => return Curve(slope=slope, intercept=float(line.intercept_[0]) + slope * centre)
 gain.sum() > np.sqrt((gain**2).sum()) => gain.sum() > -1e9
 np.abs(gaps).sum() / len(labels) => np.abs(gaps).sum() / BINS
 [answers/fold_in.py: answers/test_fold_in.py]

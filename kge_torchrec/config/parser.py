@@ -12,6 +12,7 @@ from typing import Any
 
 from kge_torchrec.config import RESOLVED_KEYS, Config, ConfigError, DataConfig, all_keys
 from kge_torchrec.config.checks import Typed, check_no_url, checked_type
+from kge_torchrec.config.data import NOT_A_STORE, is_no_store
 from kge_torchrec.config.keys import check_effects, declared, replace_keys, without_effect
 from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import is_raced
@@ -184,11 +185,15 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     """
     file = None if path is None else find_config(path)
     settings = Settings(file)
-    if path is not None and file is not None and is_of_run(path):
+    of_run = path is not None and is_of_run(path)
+    if of_run and file is not None:
         check_imports(settings.values, file)
         settings.add(_OF_A_RUN)
     settings.add(overrides)
     config = _decided(settings.config(), settings.in_file, settings.given)
+    if of_run and not is_no_store(config):  # `extend` reads as they say; the store is not read
+        reading = {key: x.default for key, x in declared(Config).items() if NOT_A_STORE in x.acts}
+        config = replace_keys(config, {x: reading[x] for x in reading.keys() - settings.given})
     # A file leaves a value without effect where the command line takes the effect from it, as
     # `train demo --negatives.regime kvsall` does, and where `Config.save` has filled in all nulls.
     is_saved = settings.values.keys() >= set(all_keys())

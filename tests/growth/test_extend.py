@@ -26,6 +26,8 @@ from training_runs import fit, random_triples
 from worlds import run_world
 
 from kge_torchrec import api, extend
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.bilinear import DistMult
@@ -128,6 +130,24 @@ def test_extended_run_supports_all_verbs(tmp_path):
     (tmp_path / "moved" / "store").rename(tmp_path / "stored")
     with api.open_run(tmp_path / "moved", data=tmp_path / "stored") as run:
         assert len(run.predict(head="n0", relation="new0", k=3)) == 3
+
+
+def test_config_of_an_extended_run_reads_its_store(tmp_path):
+    """Its reading keys say how `extend` reads; a new run of this config reads nothing."""
+    lines = "".join(f"{t}\t{r}\t{h}\n" for h, r, t in random_triples(9, 2, 60))
+    (tmp_path / "graph.tsv").write_text(lines)
+    keys = {"data__columns": "head=2,relation=1,tail=0", "train__epochs": 1}
+    run = api.train(base_config(tmp_path / "graph.tsv", tmp_path / "run", **keys)).path
+    for name, entity in (("more", "z"), ("again", "y")):  # an extended run, extended
+        (tmp_path / "new.tsv").write_text(f"{entity}\tr0\te1\n")
+        run = extend(run, tmp_path / "new.tsv", tmp_path / name, epochs=0).path
+        assert run.name == name
+    config = load_config(run, ["--run.dir", str(tmp_path / "next")])
+    assert config.data.columns is None and config.data.path == str(run / "store")
+    assert RunFolder(run).load_config().data.columns == keys["data__columns"]
+    assert api.train(config).model.num_entities == 11
+    with pytest.raises(ConfigError, match=r"data.columns .* has no effect here"):
+        load_config(run, ["--data.columns", "head=0,relation=1,tail=2"])
 
 
 def test_rejected_extension_leaves_no_files(tmp_path):
