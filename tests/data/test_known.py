@@ -150,6 +150,14 @@ def test_ids_too_large_for_a_32_bit_product():
     assert known.answers("head", [5], [1]).all()[1].tolist() == [2_147_483]
 
 
+def test_answers_of_few_queries_end_before_the_block():
+    """They are searched by numpy, those of many by a compiled search."""
+    rows = np.array([[0, 0, tail] for tail in range(9)], np.int32)
+    for count in (1, 20):
+        answers = FilterIndex.of(rows).answers("tail", np.zeros(count, int), np.zeros(count, int))
+        assert answers.between(3, 6)[1].tolist() == [3, 4, 5] * count
+
+
 def test_no_splits_and_no_queries():
     rows = np.array([[0, 0, 1]], np.int32)
     assert [len(part) for part in FilterIndex.of().answers("tail", [0], [0]).all()] == [0, 0]
