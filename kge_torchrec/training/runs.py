@@ -256,12 +256,15 @@ def _train(
         if shown:
             say(f"defaults for this graph: {shown}")
     else:
-        epochs = session.config.train.epochs
+        epochs, name = session.config.train.epochs, name_of(progress)
         step = f" and {progress.step} steps" if progress.step else ""
-        say(
-            f"training goes on from checkpoint {name_of(progress)}, after {progress.epoch} of "
-            f"{epochs} epochs{step}"
-        )
+        if progress.epoch < epochs:
+            say(
+                f"training goes on from checkpoint {name}, after {progress.epoch} of {epochs} "
+                f"epochs{step}"
+            )
+        else:
+            say(f"nothing to train: {name} has {progress.epoch} epochs, train.epochs is {epochs}")
         reason = progress.early_stop(session.config.evaluation)
         if reason and before is not None and epochs > before.train.epochs:
             raise ConfigError(

@@ -58,6 +58,9 @@ def test_resumed_run_says_where_it_goes_on(store, tmp_path, capsys):
     name = RunFolder(run).load_metrics()[0]["step"]
     assert name == 5 and "training goes on from checkpoint step-" in said
     assert "after 2 of 4 epochs" in said
+    api.resume(run, {"train.epochs": 1}).close()
+    assert "nothing to train: " in (said := capsys.readouterr().err)
+    assert "has 4 epochs, train.epochs is 1" in said and "goes on" not in said
 
 
 def test_lines_stay_without_bars(store, tmp_path, capsys):
