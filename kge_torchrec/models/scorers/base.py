@@ -16,7 +16,6 @@ vector, E elements per entity row (model.dim: D, and two biases if there are any
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -209,7 +208,7 @@ class Scorer(nn.Module):
 
     # Everything below is derived. Subclasses leave it as it is.
 
-    @cached_property
+    @property
     def row_comparison(self) -> Comparison:
         """``comparison``, plus the biases of both entities if rows have them."""
         return WithBiases(self.comparison) if self.has_biases else self.comparison
