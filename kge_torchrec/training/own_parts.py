@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import is_built_in
@@ -63,6 +64,7 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
     x, y = anchor.repeat_interleave(_K, 1), candidates.repeat(1, _B, 1)
     ids = relation.repeat_interleave(_K, 1)
     pairs = {}
+    mixes = any(isinstance(module, _BatchNorm) for module in scorer.modules())
     with scoring(scorer):
         for side in sides:
             try:
@@ -75,6 +77,7 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
                 ) from error
             pairs[side] = scorer.score(x, ids, y, side)
             matrix = scorer.matrix(query, candidates)
+            alone = scorer.score(x[:1, :1], ids[:1, :1], y[:1, :1], side)
             due = "score for each query and row"
             _check_result(f"{key}: pairs", pairs[side], (_C, _B * _K), due)
             _check_result(f"{key}: matrix", matrix, (_C, _B, _K), due)
@@ -82,6 +85,12 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
                 raise ConfigError(
                     f"{key}: matrix and pairs of its comparison give one pair different scores; "
                     "let both compute the same formula"
+                )
+            if mixes or not _are_close(alone, pairs[side][:1, :1]):
+                raise ConfigError(
+                    f"{key}: the score of a triple depends on the others of its batch, which "
+                    "differ with the number of ranks; compute it from its own rows, with LayerNorm "
+                    "in place of BatchNorm"
                 )
         if len(sides) < 2 or scorer.reciprocal:
             return

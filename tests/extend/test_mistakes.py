@@ -111,6 +111,19 @@ class Wide(Product):
         return anchor * scale + move
 
 
+class Centered(Product):
+    """Takes the mean of all anchors away."""
+
+    def query(self, anchor, relation, side):
+        return (anchor - anchor.flatten(0, -2).mean(0)) * relation
+
+
+class Normed(Product):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.norm = torch.nn.BatchNorm1d(self.dim)
+
+
 class NotCompared(Scorer):
     def query(self, anchor, relation, side):
         return anchor + relation
@@ -206,6 +219,8 @@ MISTAKES = [
     (SCORER, "TwoFormulas", {}, "matrix and pairs of its comparison give one pair different"),
     (SCORER, "OneSide", {}, "query gives a triple the score .* on side tail and .* on side head"),
     (SCORER, "Wide", {}, r"query fails for .* relation rows \(2, 3, 8\) .* from relation_dim"),
+    (SCORER, "Centered", {}, "score of a triple depends on the others of its batch"),
+    (SCORER, "Normed", {}, "depends on the others of its batch.* LayerNorm in place of BatchNorm"),
     (SCORER, "NotCompared", {}, "has no comparison of queries with rows; give its class one"),
     (SCORER, "OfDim", {}, r"OfDim cannot be constructed: .*\*args, \*\*kwargs"),
     (SCORER, "Forgets", {}, "Forgets has no relations; let its __init__ call super"),
