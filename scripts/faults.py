@@ -252,6 +252,7 @@ drawn >= threshold => drawn < threshold
 np.float32(1 / (1 - share)) => np.float32(1)
 return dropped(grad, ctx.share, ctx.key), None, None => return dropped(grad, ctx.share, ctx.key + 1), None, None
 [kernels/ids.py: kernels/test_operators.py]
+while shift < 64 and largest >> shift: => while shift < 16: @@ data/test_batches.py -k distinct
 if low < 0 or high >= count: => if low < 0 or high > count: @@ kernels/test_operators.py -k outside
 # distributed
 [distributed/processes.py: distributed/test_processes.py -k "small_values or split_over"]

@@ -29,7 +29,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, anchors_of, keys_of, relations_of
 from kge_torchrec.data.types import types_of
 from kge_torchrec.kernels.library import arrays
-from kge_torchrec.kernels.operators import IMPLEMENTATION
+from kge_torchrec.kernels.operators import IMPLEMENTATION, distinct
 
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
 _PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
@@ -341,7 +341,7 @@ class TypedSampler(NegativeSampler):
         chunk = torch.arange(len(candidates), device=kind.device)
         chunk = chunk.repeat_interleave(len(triples) // len(candidates))
         # Compare once for all triples of a chunk that have the same kind.
-        unique, place = (chunk * len(self.starts) + kind).unique(return_inverse=True)
+        unique, place = distinct(chunk * len(self.starts) + kind)
         chunk, kind = unique // len(self.starts), unique % len(self.starts)
         count = self.starts[kind + 1] - self.starts[kind]
         fits = self._are_members(kind, typed, chunk).logical_or_((count <= 1)[:, None])

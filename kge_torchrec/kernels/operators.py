@@ -239,6 +239,19 @@ def _score_kernels(found: str) -> Any:
     return import_module(f"kge_torchrec.kernels.{name}")
 
 
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids (U,) in ascending order, and the place of each id among them.
+
+    The ids (M,) are int64 and not negative, which is not checked.
+    """
+    if IMPLEMENTATION["ids"](ids) == "numba":
+        from kge_torchrec.kernels import ids as kernels
+
+        unique, places = kernels.distinct(ids.numpy())
+        return torch.from_numpy(unique), torch.from_numpy(places)
+    return torch.unique(ids, return_inverse=True)
+
+
 def _chunks(scores: Tensor) -> Iterator[slice]:
     """Yield slices of queries that limit the size of temporaries."""
     at_once = _CHUNK_SCORES[block_device(scores)]

@@ -35,6 +35,7 @@ from kge_torchrec.data.negatives import (
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.kernels.operators import distinct
 from kge_torchrec.training import assembly
 from tests.ranking_cases import make_known
 from tests.training_runs import config_of, small_store
@@ -415,3 +416,14 @@ def test_error_is_raised_at_its_batch(threads):
     assert [next(batches) for _ in range(3)] == [-1 / 3, -1 / 2, -1]
     with pytest.raises(ZeroDivisionError):
         next(batches)
+
+
+@settings(max_examples=200)
+@given(bits=st.integers(0, 62), count=st.integers(0, 60) | st.just(5000), seed=st.integers(0, 99))
+def test_distinct_ids_match_numpy(bits, count, seed):
+    ids = np.random.default_rng(seed).integers(0, 2**bits, count, endpoint=True)
+    ids[:3] = 2**bits  # the first id with one more bit
+    unique, inverse = (x.numpy() for x in distinct(torch.from_numpy(ids.copy())))
+    expected = np.unique(ids, return_inverse=True)
+    assert np.array_equal(unique, expected[0]) and np.array_equal(inverse, expected[1])
+    assert unique.dtype == inverse.dtype == np.int64

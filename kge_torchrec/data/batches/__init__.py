@@ -24,6 +24,7 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.streams import Item, Result, in_order
+from kge_torchrec.kernels.operators import distinct
 
 B = TypeVar("B", bound="Pipelineable")
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
@@ -136,12 +137,12 @@ def lookup_of(
     delivery, bags = delivery or Delivery(), None
     ids, places = entities, entities
     if delivery.deduplicate:
-        ids, places = entities.unique(return_inverse=True)
+        ids, places = distinct(entities)
     if features is not None:
         place, tags, weight = features.of_entities(ids)
         row = torch.arange(len(tags), device=tags.device)
         if delivery.deduplicate:
-            tags, row = tags.unique(return_inverse=True)
+            tags, row = distinct(tags)
         own = features.own[ids].float()[:, None]
         bags = Bags(own, place, row + len(ids), weight[:, None])
         ids = torch.cat([ids, tags + len(features.own)])
