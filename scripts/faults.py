@@ -130,7 +130,7 @@ overflow = not reduced(finite, dist.ReduceOp.MIN) => overflow = not finite @@ tr
 gradient.clamp_(-bounds.value, bounds.value) => gradient.clamp_(max=bounds.value) @@ training/test_exact.py -k value
 with self.backend.dense.without_exchange(): => if True: @@ training/test_accumulation.py -k reduced_once
 return torch.linalg.vector_norm(gradient).square() => return torch.linalg.vector_norm(gradient) @@ training/test_exact.py -k norm
-[training/trainer.py: training/test_accumulation.py -k middle]
+[training/trainer.py: training/test_engines.py -k middle]
 progress.epoch_loss += sum(losses) => progress.epoch_loss += losses[-1] @@ training/test_messages.py -k one_object
 _DROPOUT, progress.global_step, rank) => _DROPOUT, progress.step, rank) @@ training/test_dropout_of_runs.py
 batches = self.batches.epoch(progress.epoch, progress.step) => batches = self.batches.epoch(progress.epoch)
