@@ -131,7 +131,7 @@ gradient.clamp_(-bounds.value, bounds.value) => gradient.clamp_(max=bounds.value
 with self.backend.dense.without_exchange(): => if True: @@ training/test_accumulation.py -k reduced_once
 return torch.linalg.vector_norm(gradient).square() => return torch.linalg.vector_norm(gradient) @@ training/test_exact.py -k norm
 [training/trainer.py: training/test_engines.py -k middle]
-progress.epoch_loss += sum(losses) => progress.epoch_loss += losses[-1] @@ training/test_messages.py -k one_object
+progress.epoch_loss += sum(losses) => progress.epoch_loss += losses[-1] @@ training/test_messages.py -k mean_of_its_steps
 _DROPOUT, progress.global_step, rank) => _DROPOUT, progress.step, rank) @@ training/test_dropout_of_runs.py
 batches = self.batches.epoch(progress.epoch, progress.step) => batches = self.batches.epoch(progress.epoch)
 progress.bad_validations = 0 if better else progress.bad_validations + 1 => progress.bad_validations = progress.bad_validations + 1 @@ training/test_schedule.py -k stops_early

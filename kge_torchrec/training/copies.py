@@ -128,7 +128,7 @@ class RemoteFolder:
 
 def mark_of(folder: Path) -> dict[str, Any]:
     """Return copy.json of a run's folder, or {}."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
     return {}
 

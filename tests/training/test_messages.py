@@ -81,20 +81,28 @@ def test_loss_of_an_epoch_is_the_mean_of_its_steps(store, tmp_path):
 
 def test_one_object_a_line(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lines.HANDLER, "as_json", False)
-    root = logging.getLogger()
+    root, run = logging.getLogger(), tmp_path / "run"
     monkeypatch.setattr(root, "handlers", list(root.handlers))
+
+    def objects(code: int, *words: object) -> list[dict]:
+        assert main([*map(str, words), "--log-format", "json"]) == code
+        return list(map(json.loads, capsys.readouterr().err.splitlines()))
+
     keys = {"evaluation__every": 1, "train__log_every": 2}
-    config_of(store, tmp_path / "run", **keys).save(tmp_path / "my.yaml")
-    assert main(["train", str(tmp_path / "my.yaml"), "--log-format", "json"]) == 0
-    objects = list(map(json.loads, capsys.readouterr().err.splitlines()))
-    kinds = [one["kind"] for one in objects]
+    config_of(store, run, **keys).save(tmp_path / "my.yaml")
+    said = objects(0, "train", tmp_path / "my.yaml")
+    kinds = [one["kind"] for one in said]
     assert kinds.count("epoch") == kinds.count("valid") == 2 and "note" in kinds
-    assert all(one["time"] and one["text"] for one in objects)
-    losses = [one["loss"] for one in objects if one["kind"] == "epoch"]
-    metrics = RunFolder(tmp_path / "run").load_metrics()
+    losses = [one["loss"] for one in said if one["kind"] == "epoch"]
+    metrics = RunFolder(run).load_metrics()
     assert losses == [x["loss"] for x in metrics if x["kind"] == "epoch"]
-    first, second, last, *_ = (x["loss"] for x in metrics if x["kind"] == "step")
-    assert losses[0] == pytest.approx((2 * first + 2 * second + last) / 5)  # of five steps
+    (tmp_path / "new.tsv").write_text("new\tr0\te1\n")
+    words = ["extend", run, tmp_path / "new.tsv", "-o", tmp_path / "more", "--epochs", "1"]
+    said += objects(0, *words)
+    assert all(one["time"] and one["text"] for one in said)
+    missing = tmp_path / "missing"
+    (error,) = objects(1, "train", "--resume", missing)
+    assert error["kind"] == "error" and str(missing) in error["text"]
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):

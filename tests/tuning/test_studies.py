@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from optuna.trial import TrialState
 from training_runs import QUIET, config_of, open_config
 
 import kge_torchrec
-from kge_torchrec import api
+from kge_torchrec import api, lines
 from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
 from kge_torchrec.config.parser import load_config, values_of
@@ -131,11 +132,16 @@ def test_poor_trials_are_pruned(study):
             assert trial.state is TrialState.COMPLETE
 
 
-def test_study_can_be_extended_with_more_trials(study, capsys):
+def test_study_can_be_extended_with_more_trials(study, capsys, monkeypatch):
     folder, _ = study
+    root = logging.getLogger()
+    monkeypatch.setattr(lines.HANDLER, "as_json", False)
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
     before = [(trial.state, trial.params, trial.value) for trial in trials_of(folder)]
-    assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
-    text = capsys.readouterr().out
+    words = ["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]
+    assert main([*words, "--log-format", "json"]) == 0
+    text, said = capsys.readouterr()
+    assert "trial 6" in json.loads(said.splitlines()[-1])["text"]
     assert "best of 7 trials" in text and "best.yaml" in text
     assert text.endswith(f"optuna-dashboard sqlite:///{folder}/optuna.db\n")
     after = [(trial.state, trial.params, trial.value) for trial in trials_of(folder)]
